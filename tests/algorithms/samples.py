@@ -127,7 +127,7 @@ OTHERS: dict[str, Algorithm] = {
     },
     **{
         f"reject {statistic} {over}": algorithm(
-            corrections={"kind": "reject", "statistic": statistic, "over": over}
+            corrections={"kind": "reject", "statistic": statistic, "over": over, "cap": 1.5}
         )
         for statistic, over in (("k1", "token"), ("k1", "sum"), ("k2", "mean"), ("k3", "max"))
     },

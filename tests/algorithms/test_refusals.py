@@ -83,7 +83,27 @@ CASES: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
     (
         {"corrections": [{"kind": "truncate"}, {"kind": "truncate"}]},
         'corrections.1 = "truncate" is there twice',
-        {"corrections": [{"kind": "truncate"}, {"kind": "truncate", "cap": 3.0}]},
+        {"corrections": [{"kind": "truncate"}, {"kind": "geometric_mask"}]},
+    ),
+    (
+        {"corrections": [{"kind": "truncate"}, {"kind": "mask"}]},
+        'corrections.1 = "mask" would multiply by the importance weight a second time',
+        {"corrections": [{"kind": "truncate"}, {"kind": "reject", "over": "token"}]},
+    ),
+    (
+        {"corrections": {"kind": "reject", "statistic": "k3"}},
+        "corrections.cap bounds k3, an estimate of a divergence: set it",
+        {"corrections": {"kind": "reject", "statistic": "k3", "cap": 0.01}},
+    ),
+    (
+        {"surrogate": {"kind": "real"}, "weights": {"kind": "token_mean"}},
+        "is a loss of a whole group, of which each completion has a share",
+        {"weights": {"kind": "sequence_mean"}},
+    ),
+    (
+        {"advantage": {"kind": "mean_relative"}, "divergence": {**REWARD, "estimator": "k1"}},
+        "divides by the mean reward: a divergence in the reward makes it negative",
+        {"divergence": {"to": "reference", "where": "loss", "estimator": "k3"}},
     ),
     (
         {"corrections": {"kind": "reject", "over": "max"}},

@@ -10,7 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from keel.algorithms.corrections import CustomCorrection, GeometricMask, OutlierMask, Reject
+from keel.algorithms.corrections import (
+    CustomCorrection,
+    GeometricMask,
+    OutlierMask,
+    Reject,
+    Truncate,
+)
 from keel.algorithms.group_advantages import (
     GroupRelative,
     MeanRelative,
@@ -35,13 +41,16 @@ from keel.algorithms.surrogates import (
     Fipo,
     Kimi,
     KLCov,
+    Real,
     SurrogateTerm,
     Unclipped,
 )
 from keel.algorithms.weighted import Cispo, Dro, LogProb, Topr, Vespo
 from keel.learn.advantages import RolloutRewards, estimate
-from keel.learn.loss import loss, prepare, whole_batch
+from keel.learn.loss import limited, loss, prepare, whole_batch
+from keel.learn.optimizer import in_tensors
 from keel.models.head import Scores
+from keel.training.rl import minibatches
 from keel.types import KeelError
 from tests.learn.flat import Sample, blank, per_sequence, sample
 
@@ -213,3 +222,36 @@ def test_turns_count_gaps_in_what_was_written() -> None:
     target_N[2:4] += 5  # tool output after the second token of the first sequence
     assert replace(batch, target_N=target_N).turn_N.tolist() == [0, 0, 1, 1, 0, 0, 0]
     assert batch.turn_N.tolist() == [0] * 7
+
+
+def test_surrogate_of_groups_has_them_whole_in_a_mini_batch() -> None:
+    """REAL's loss is of a whole group; other surrogates split sequences at random."""
+    one = sample((2, 3, 1, 4, 2, 5), (0, 1, 0, 2, 1, 2), 0, shift=0.1)
+    real = algorithm(surrogate=Real())
+    for seed in range(5):
+        chunks = minibatches(
+            real, one.batch, one.estimates, range(6), count=2, max_tokens=9, seed=seed
+        )
+        places = [set(part.places) for part in chunks]
+        assert all(any({a, b} <= part for part in places) for a, b in ((0, 2), (1, 4), (3, 5)))
+        assert set.union(*places) == set(range(6))
+
+
+def test_reward_that_is_absent_is_no_cause_of_a_bad_loss() -> None:
+    one = made()
+    assert one.estimates.outcome_N is not None
+    outcome_N = one.estimates.outcome_N.clone()
+    outcome_N[:5] = torch.nan
+    estimates = replace(one.estimates, outcome_N=outcome_N)
+    assert in_tensors(prepare(algorithm(), one.batch, estimates, 16)) is None
+
+
+def test_share_of_cut_weights_counts_those_above_the_cap() -> None:
+    """Weights that reach the cap are not cut; equal log-probabilities are not cut at all."""
+    one, chosen = made(), algorithm(corrections=(Truncate(cap=1.0),))
+    batch = one.batch
+    assert batch.old_log_prob_N is not None
+    above_N = batch.old_log_prob_N > batch.engine_log_prob_N
+    assert torch.equal(limited(chosen, batch), above_N)
+    same_log_probs = replace(batch, engine_log_prob_N=batch.old_log_prob_N)
+    assert not limited(chosen, same_log_probs).any()

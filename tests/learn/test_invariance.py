@@ -25,12 +25,13 @@ SPLITS = ([[0, 1, 2], [3, 4, 5]], [[0], [1], [2], [3], [4], [5]], [[4, 2], [5, 0
 
 def with_everything(preset: str) -> Algorithm:
     """A preset with an entropy bonus, masks and corrections, so that these are tested too."""
+    own = PRESETS[preset].algorithm
     more = {
         "entropy": 0.01,
         "corrections": (Truncate(level="sequence", cap=2.0), Normalise()),
-        "masks": (TopEntropy(share=0.9), OffPolicySequences(bound=0.2)),
+        "masks": (*own.masks, TopEntropy(share=0.9), OffPolicySequences(bound=0.2)),
     }
-    return PRESETS[preset].algorithm.model_copy(update=more)
+    return own.model_copy(update=more)
 
 
 def made_for(algorithm: Algorithm) -> Sample:

@@ -191,7 +191,7 @@ def check_rejection(case: dict[str, Any], group: Group) -> None:
         terms.append(
             Reject(statistic=statistic, over=over[0], cap=cap, floor=floor[0] if floor else 0.0)  # type: ignore[arg-type]
         )
-    kept_N = corrected(algorithm(corrections=tuple(terms)), group.batch)[1]
+    kept_N = corrected(algorithm(corrections=tuple(terms)), group.batch)
     assert torch.equal(kept_N, group.flat(case["mask"]))
 
 
@@ -201,13 +201,13 @@ def check_correction_weights(case: dict[str, Any], group: Group) -> None:
     first: Any = Truncate(level=level, cap=cap)
     if floor:
         first = MaskWeights(level=level, floor=floor[0], cap=cap)
-    weight_N = corrected(algorithm(corrections=(first,)), group.batch)[1]
+    weight_N = corrected(algorithm(corrections=(first,)), group.batch)
     mean = weight_N.mean()
     ess = effective_sample_size(weight_N) * ((mean + 1e-8) / mean) ** 2
     assert float(ess) == pytest.approx(case["ess"], abs=TOLERANCE)
     if case["batch_normalised"]:
         both = (first, Normalise(level=level))
-        weight_N = corrected(algorithm(corrections=both), group.batch)[1]
+        weight_N = corrected(algorithm(corrections=both), group.batch)
     expected = group.flat(case["weights"])
     torch.testing.assert_close(weight_N, expected, rtol=TOLERANCE, atol=TOLERANCE)
 

@@ -105,10 +105,15 @@ algorithm=cispo minibatches=1 algorithm.surrogate.cap=3.0
 algorithm=cispo minibatches=1 algorithm.surrogate.floor=0.5
 algorithm=sapo minibatches=1 algorithm.surrogate.temperature_positive=2.0
 algorithm.weights.constant=99
+algorithm=dppo_tv minibatches=1 algorithm.masks.0.low=0.1
+algorithm=dppo_tv minibatches=1 algorithm.masks.0.high=0.1
+algorithm=dppo_kl minibatches=1 algorithm.masks.0.low=0.1
+algorithm=dppo_kl minibatches=1 algorithm.masks.0.high=0.1
+algorithm=m2po minibatches=1 algorithm.masks.0.bound=0.1
 algorithm.divergence.beta=0.0 algorithm.divergence.estimator=k2
 algorithm=ppo_kl_penalty algorithm.divergence.adaptive.horizon=50.0
 algorithm=ppo epochs=1 algorithm.value.clip=0.5
-algorithm.corrections=[{{kind='reject',statistic='k2'}}] algorithm.corrections.0.floor=0.1
+algorithm.corrections=[{{kind='reject',statistic='k2',cap=0.1}}] algorithm.corrections.0.floor=0.1
 algorithm=pass_k algorithm.advantage.scale=none algorithm.advantage.epsilon=0.1
 value.warmup_steps=2
 value.kind=head
@@ -206,6 +211,11 @@ algorithm.surrogate.high=0.28 rollout.old_log_probs=engine
 algorithm=cispo algorithm.surrogate.cap=3.0
 algorithm=ppo value.warmup_steps=2
 algorithm=dr_grpo algorithm.weights.constant=99
+algorithm=dppo_tv minibatches=2 algorithm.masks.0.low=0.1
+algorithm=dppo_tv minibatches=2 algorithm.masks.0.high=0.1
+algorithm=dppo_kl minibatches=2 algorithm.masks.0.low=0.1
+algorithm=dppo_kl minibatches=2 algorithm.masks.0.high=0.1
+algorithm=m2po minibatches=2 algorithm.masks.0.bound=0.1
 algorithm=ppo algorithm.value.clip=0.5 value.optimizer.learning_rate=1e-4
 algorithm=ppo algorithm.divergence.beta=0.0 reference.measured=true
 reference.measured=true

@@ -55,6 +55,8 @@ class AdvantageTerm(TermChoice):
     """Whether it is made of rewards; where not, rewards are optional, and only logged."""
     reads_components: ClassVar[bool] = False
     """Whether it reads each reward for itself."""
+    needs_positive: ClassVar[bool] = False
+    """Whether rewards below 0, as a penalty gives, have no meaning for it."""
     reads_squares: ClassVar[bool] = False
     """Whether it reads Σ_v π² of the policy before the update."""
     reads_teacher: ClassVar[bool] = False

@@ -6,6 +6,7 @@ weights c_n of those before it, and the surrogate is multiplied by the last.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -48,6 +49,8 @@ class CorrectionTerm(TermChoice):
     """Whether the weight of a token reads no other token."""
     multiplies: ClassVar[bool] = True
     """Whether it multiplies the weights of those before it by a factor."""
+    weighs: ClassVar[bool] = False
+    """Whether that factor is an importance weight, not 0 or 1."""
 
     def factor(self, signals: Signals) -> Tensor:
         """What the weights are multiplied by; `keel.objective.corrections` has the function."""
@@ -96,13 +99,15 @@ class Truncate(CorrectionTerm):
     level: Level = "token"
     cap: Positive = 2.0
     source: ClassVar[str] = "Ionides 2008"
+    weighs: ClassVar[bool] = True
 
     @property
     def per_token(self) -> bool:  # type: ignore[override]
         return self.level == "token"
 
     def limited(self, signals: Signals) -> Tensor:
-        return self.factor(signals) >= self.cap
+        whole = self.model_copy(update={"cap": math.inf})
+        return whole.factor(signals) > self.cap
 
     def describe(self) -> Description:
         return Description(
@@ -127,6 +132,7 @@ class MaskWeights(CorrectionTerm):
     floor: Coefficient = 0.5
     cap: Positive = 2.0
     source: ClassVar[str] = "arXiv:2510.18855"
+    weighs: ClassVar[bool] = True
 
     @property
     def per_token(self) -> bool:  # type: ignore[override]
@@ -171,19 +177,27 @@ _NO_FLOOR = UnusedIf(
 class Reject(CorrectionTerm):
     """Leaves out tokens or completions by an estimate of the divergence of their weights.
 
-    `cap` and `floor` bound exp(k1); k2 and k3 have a `cap` alone.
+    `cap` and `floor` bound exp(k1); k2 and k3 have a `cap` alone, which must be set.
     """
 
     kind: Literal["reject"] = "reject"
     statistic: Literal["k1", "k2", "k3"] = "k1"
     over: Literal["token", "sum", "mean", "max"] = "mean"
-    cap: Positive = 1.01
+    cap: Positive | None = None
+    """None: 1.01, of k1."""
     floor: Annotated[Coefficient, _NO_FLOOR] = 0.99
     source: ClassVar[str] = "Schulman 2020; verl 2026, rollout correction"
 
     @property
     def per_token(self) -> bool:  # type: ignore[override]
         return self.over == "token"
+
+    @property
+    def _cap(self) -> float:
+        return 1.01 if self.cap is None else self.cap
+
+    def _options(self) -> dict[str, Any]:
+        return {**super()._options(), "cap": self._cap}
 
     def describe(self) -> Description:
         k = {
@@ -197,9 +211,9 @@ class Reject(CorrectionTerm):
             "mean": r"\frac{1}{L_i} \cdot \sum_{t\in i} k_t",
             "max": r"\max(k_t : t \in i)",
         }[self.over]
-        bound = rf"{whole} \leq {number(self.cap)}"
+        bound = rf"{whole} \leq {number(self._cap)}"
         if self.statistic == "k1":
-            bound = rf"{number(self.floor)} \leq \exp\left({whole}\right) \leq {number(self.cap)}"
+            bound = rf"{number(self.floor)} \leq \exp\left({whole}\right) \leq {number(self._cap)}"
         each = "token" if self.over == "token" else "completion"
         text = (
             f"A {each} is left out where the {self.statistic} of its weights, an estimate of "
@@ -211,8 +225,10 @@ class Reject(CorrectionTerm):
         )
 
     def refusals(self, key: str) -> Iterator[str]:
+        if self.statistic != "k1" and self.cap is None:
+            yield f"{key}.cap bounds {self.statistic}, an estimate of a divergence: set it"
         if self.statistic == "k1":
-            yield from _leaves_out_one(key, self.floor, self.cap)
+            yield from _leaves_out_one(key, self.floor, self._cap)
             if self.over == "max":
                 yield (
                     f"{key}: the largest k1 is of the tokens that became less likely alone: set "

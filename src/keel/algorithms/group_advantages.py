@@ -231,6 +231,7 @@ class MeanRelative(AdvantageTerm):
     epsilon: Coefficient = 1e-4
     whiten: bool = False
     source: ClassVar[str] = "arXiv:2602.02710"
+    needs_positive: ClassVar[bool] = True
     reads_groups: ClassVar[bool] = True
 
     def value(self, signals: RewardSignals) -> Tensor:

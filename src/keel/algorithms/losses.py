@@ -277,6 +277,11 @@ class Divergence(FrozenModel):
                 f'advantage "{algorithm.advantage.kind}" reads each reward for itself: a '
                 'divergence in the reward would be lost, set where = "loss"'
             )
+        if self.where == "reward" and algorithm.needs_positive:
+            yield (
+                f'advantage "{algorithm.advantage.kind}" divides by the mean reward: a divergence '
+                'in the reward makes it negative, set where = "loss"'
+            )
         if self.where == "reward" and not algorithm.needs_reward:
             yield (
                 f'advantage "{algorithm.advantage.kind}" reads no reward: a divergence in it would '

@@ -6,12 +6,13 @@ An algorithm has a list of them, and a token that one leaves out adds nothing to
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from keel.algorithms.symbols import number, quote
 from keel.algorithms.terms import (
+    SINGLE_UPDATE,
     Choices,
     Coefficient,
     Description,
@@ -106,8 +107,8 @@ class TotalVariation(MaskTerm):
     """DPPO: leaves out the tokens whose probability has moved far, where A pushes it further."""
 
     kind: Literal["total_variation"] = "total_variation"
-    low: Unit = 0.15
-    high: Unit = 0.15
+    low: Annotated[Unit, SINGLE_UPDATE] = 0.15
+    high: Annotated[Unit, SINGLE_UPDATE] = 0.15
     source: ClassVar[str] = "arXiv:2602.04879"
     whole_batch: ClassVar[bool] = False
 
@@ -127,8 +128,8 @@ class BinaryKL(MaskTerm):
     """DPPO: the same, by the divergence of the choice of this token against all others."""
 
     kind: Literal["binary_kl"] = "binary_kl"
-    low: Coefficient = 0.05
-    high: Coefficient = 0.05
+    low: Annotated[Coefficient, SINGLE_UPDATE] = 0.05
+    high: Annotated[Coefficient, SINGLE_UPDATE] = 0.05
     source: ClassVar[str] = "arXiv:2602.04879"
     whole_batch: ClassVar[bool] = False
 
@@ -168,7 +169,7 @@ class SecondMoment(MaskTerm):
     """M2PO: leaves out the largest log-ratios until their mean square is within the bound."""
 
     kind: Literal["second_moment"] = "second_moment"
-    bound: Positive = 0.04
+    bound: Annotated[Positive, SINGLE_UPDATE] = 0.04
     source: ClassVar[str] = "arXiv:2510.01161"
 
     def value(self, signals: LossSignals) -> Tensor:

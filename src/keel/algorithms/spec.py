@@ -29,6 +29,11 @@ from keel.algorithms.terms import (
     one_of,
 )
 
+_IDLE = UnusedIf(
+    lambda key: key.stage.single_update and not key.value.acts_on_policy,
+    SINGLE_UPDATE.why,
+    but=SINGLE_UPDATE.but,
+)
 _OFF = UnusedIf(
     lambda key: key.value is not None and not key.value.active,
     "algorithm.divergence.beta = 0 switches the divergence off",
@@ -63,7 +68,7 @@ class Algorithm(FrozenModel):
 
     advantage: Advantage
     ratio: Ratio
-    surrogate: Annotated[Surrogate, SINGLE_UPDATE]
+    surrogate: Annotated[Surrogate, _IDLE]
     weights: Weights
     divergence: Annotated[Divergence | None, _OFF] = None
     value: ValueLoss | None = None
@@ -109,6 +114,11 @@ class Algorithm(FrozenModel):
         return self.advantage.reads_components
 
     @property
+    def needs_positive(self) -> bool:
+        """Whether the advantage divides by a mean of rewards."""
+        return self.advantage.needs_positive
+
+    @property
     def needs_value(self) -> bool:
         """Whether the advantage reads a value model."""
         return self.advantage.uses_value
@@ -131,6 +141,7 @@ class Algorithm(FrozenModel):
             self.ratio in ("none", "token")
             and self.weights.kind == "token_mean"
             and not self.surrogate.per_sequence
+            and not self.surrogate.reads_sequence
             and self.surrogate.kind != "custom"
             and not self.whole_batch
             and not self.masks
@@ -141,6 +152,17 @@ class Algorithm(FrozenModel):
     def whole_batch(self) -> bool:
         """Whether a term reads the whole optimizer batch, with the current policy's numbers."""
         return self.surrogate.whole_batch or any(mask.whole_batch for mask in self.masks)
+
+    @property
+    def weighs(self) -> bool:
+        """Whether a correction weighs tokens by the policy against the engine."""
+        return any(one.weighs or one.kind == "custom" for one in self.corrections)
+
+    @property
+    def custom(self) -> bool:
+        """Whether the surrogate, a mask or a correction is a user's own."""
+        terms = (self.surrogate, *self.masks, *self.corrections)
+        return any(term.kind == "custom" for term in terms)
 
     @property
     def reads_entropy(self) -> bool:
@@ -229,6 +251,11 @@ def contradictions(algorithm: Algorithm) -> Iterator[str]:
         )
     for mask in algorithm.masks:
         yield from mask.refusals(algorithm)
+    if algorithm.surrogate.reads_groups and algorithm.weights.kind != "sequence_mean":
+        yield (
+            f'surrogate "{algorithm.surrogate.kind}" is a loss of a whole group, of which each '
+            'completion has a share: set weights.kind = "sequence_mean"'
+        )
     yield from _of_corrections(algorithm)
     kind = algorithm.advantage.kind
     if algorithm.ratio_per_sequence and algorithm.per_token_advantage:
@@ -262,3 +289,8 @@ def _of_corrections(algorithm: Algorithm) -> Iterator[str]:
             )
         if correction in algorithm.corrections[:at]:
             yield f'{key} = "{correction.kind}" is there twice: leave one out'
+        elif correction.weighs and any(one.weighs for one in algorithm.corrections[:at]):
+            yield (
+                f'{key} = "{correction.kind}" would multiply by the importance weight a second '
+                'time: leave it out, or set kind = "reject", which leaves out without a weight'
+            )

@@ -55,6 +55,14 @@ class SurrogateTerm(TermChoice):
     """Whether it is 0, without a gradient, where the advantage is 0."""
     whole_batch: ClassVar[bool] = False
     """Whether `prepare` reads the whole optimizer batch before it is cut."""
+    reads_sequence: ClassVar[bool] = False
+    """Whether a token's value reads other tokens of its sequence."""
+    reads_groups: ClassVar[bool] = False
+    """Whether it compares the completions of one prompt, which are then in one mini-batch."""
+    reads_outcome: ClassVar[bool] = False
+    """Whether it reads rewards."""
+    acts_on_policy: ClassVar[bool] = False
+    """Whether its parameters matter where the ratio is 1."""
 
     def value(self, signals: LossSignals) -> Tensor:
         """s_n, of shape (N,): the options of the function are the fields."""
@@ -204,6 +212,7 @@ class Fipo(SurrogateTerm):
     floor: Coefficient = 1.0
     cap: Positive = 1.2
     source: ClassVar[str] = "arXiv:2603.19835"
+    reads_sequence: ClassVar[bool] = True
     bounds_ratio: ClassVar[bool] = True
 
     @property
@@ -299,7 +308,9 @@ class Real(SurrogateTerm):
     temperature: Positive = 0.5
     source: ClassVar[str] = "arXiv:2602.05630"
     per_sequence: ClassVar[bool] = True
-    bounds_ratio: ClassVar[bool] = True
+    reads_groups: ClassVar[bool] = True
+    reads_outcome: ClassVar[bool] = True
+    acts_on_policy: ClassVar[bool] = True
     reads: ClassVar[tuple[str, ...]] = ("prepared_N",)
     reads_advantage: ClassVar[bool] = False
     whole_batch: ClassVar[bool] = True
@@ -325,7 +336,8 @@ class Real(SurrogateTerm):
         wrong = rf"\log(1 + \sum_{{j: R_j \leq {number(self.threshold)}}} e^{{m_j / {tau}}})"
         text = (
             r"Of a prompt's $G$ completions, with no advantage: the right ones are to have become "
-            "likelier, the wrong ones less likely, and those on the wrong side have the gradient."
+            "likelier, the wrong ones less likely, and those on the wrong side have the gradient. "
+            "Each completion has the same share of its group's loss."
         )
         mean = r"\frac{1}{L_i} \cdot \sum_{t\in i} \log \rho_t"
         return Description(
@@ -350,6 +362,7 @@ class CustomSurrogate(SurrogateTerm):
     options: dict[str, Any] = Field(default_factory=dict)
     needs_ratio: ClassVar[bool] = False
     reads_advantage: ClassVar[bool] = False
+    reads_sequence: ClassVar[bool] = True
 
     def describe(self) -> Description:
         formula, given = user_function(self.function, self.options, r"\log \rho, A, \mathrm{batch}")

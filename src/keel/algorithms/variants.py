@@ -15,7 +15,7 @@ from keel.algorithms.group_advantages import (
 from keel.algorithms.masks import BinaryKL, ClipCov, SecondMoment, TotalVariation
 from keel.algorithms.ratios import Weights
 from keel.algorithms.spec import Algorithm, Preset
-from keel.algorithms.surrogates import Clip, Fipo, KLCov, Real
+from keel.algorithms.surrogates import Clip, Fipo, KLCov, Real, Unclipped
 from keel.algorithms.terms import CHOICE
 from keel.algorithms.weighted import Cispo, LogProb, Topr, Vespo
 
@@ -91,7 +91,10 @@ VARIANTS: Final = (
     _variant(
         "fipo", "Future-KL influenced policy optimisation", "arXiv:2603.19835",
         surrogate=Fipo(), minibatches=16,
-        sources={"surrogate": "arXiv:2603.19835; clip: arXiv:2503.14476 §3.1"},
+        sources={
+            "surrogate": "arXiv:2603.19835; clip: arXiv:2503.14476 §3.1; without its dual clip and "
+            f"its filter of high ratios: {CHOICE}",
+        },
     ),
     _variant(
         "topr", "Tapered off-policy REINFORCE", "arXiv:2503.14286",
@@ -106,7 +109,10 @@ VARIANTS: Final = (
         "real", "Rewards as labels", "arXiv:2602.05630",
         advantage=GroupRelative(scale="none"), surrogate=Real(), weights="sequence_mean",
         minibatches=4,
-        sources={"advantage": "none is read", "surrogate": "arXiv:2602.05630, τ 0.5"},
+        sources={
+            "advantage": "none is read",
+            "surrogate": f"arXiv:2602.05630, τ 0.5; right above 0: {CHOICE}",
+        },
     ),
     _variant(
         "gpg", "Group policy gradient", "arXiv:2504.02546",
@@ -131,8 +137,11 @@ VARIANTS: Final = (
     ),
     _variant(
         "m2po", "Second-moment trust policy optimisation", "arXiv:2510.01161",
-        masks=(SecondMoment(),), minibatches=4,
-        sources={"masks": "arXiv:2510.01161, τ 0.04", "weights": f"token mean: {CHOICE}"},
+        surrogate=Unclipped(), masks=(SecondMoment(),), minibatches=4,
+        sources={
+            "surrogate": "arXiv:2510.01161: the mask stands for the clip",
+            "masks": "arXiv:2510.01161, τ 0.04",
+        },
     ),
     _variant(
         "gdpo", "GRPO of several rewards, each normalised for itself", "arXiv:2601.05242",

@@ -74,6 +74,7 @@ class Vespo(SurrogateTerm):
     power_negative: Coefficient = 3.0
     rate_negative: Coefficient = 2.0
     source: ClassVar[str] = "arXiv:2602.10693"
+    reads_sequence: ClassVar[bool] = True
     bounds_ratio: ClassVar[bool] = True
     module: ClassVar[str] = "weighted"
     reads: ClassVar[tuple[str, ...]] = ("log_prob_N",)
@@ -104,6 +105,8 @@ class Topr(SurrogateTerm):
     threshold: float = Field(default=0.0, ge=-1e9, le=1e9)
     """A completion is right if its reward is more than this."""
     source: ClassVar[str] = "arXiv:2503.14286"
+    reads_sequence: ClassVar[bool] = True
+    reads_outcome: ClassVar[bool] = True
     bounds_ratio: ClassVar[bool] = True
     module: ClassVar[str] = "weighted"
     reads: ClassVar[tuple[str, ...]] = ("log_prob_N", "outcome_S")

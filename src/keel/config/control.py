@@ -226,7 +226,8 @@ class PolicyGradientStage(FrozenModel):
         algorithm = self.algorithm
         advantage = algorithm.advantage
         completions = algorithm.needs_greedy or algorithm.needs_steps or algorithm.needs_teacher
-        if completions or advantage.reads_components or advantage.reads_squares:
+        single = advantage.reads_components or advantage.reads_squares
+        if completions or single or algorithm.surrogate.reads_groups:
             raise ValueError(
                 f'advantage "{algorithm.advantage.kind}" is for completions, not environments: '
                 "choose another"

@@ -144,7 +144,7 @@ class RolloutStage(StageConfig):
                 "rollout.dynamic_sampling drops groups by their rewards: set "
                 "rollout.dynamic_sampling = false"
             )
-        if r.async_level and (not self.algorithm.corrections or r.old_log_probs == "engine"):
+        if r.async_level and (not self.algorithm.weighs or r.old_log_probs == "engine"):
             raise ValueError(
                 f"rollout.async_level = {r.async_level} trains on rollouts of older weights: set "
                 'algorithm.corrections.kind = "truncate" or "mask" and rollout.old_log_probs = '
@@ -155,7 +155,7 @@ class RolloutStage(StageConfig):
                 "algorithm.corrections weigh the trainer's old log-probs against the engine's, and "
                 'rollout.old_log_probs = "engine" makes them the same: set it to "trainer"'
             )
-        if r.dtype != "model" and not self.algorithm.corrections:
+        if r.dtype != "model" and not self.algorithm.weighs:
             both = "" if r.old_log_probs == "trainer" else ' and rollout.old_log_probs = "trainer"'
             raise ValueError(
                 f'rollout.dtype = "{r.dtype}" samples with log-probs that are not the trainer\'s, '
@@ -179,6 +179,11 @@ class RolloutStage(StageConfig):
     @model_validator(mode="after")
     def _rewards_are_read(self) -> RolloutStage:
         advantage = self.algorithm.advantage
+        if self.algorithm.needs_positive and self.rollout.overlong_buffer:
+            raise ValueError(
+                f'advantage "{advantage.kind}" divides by the mean reward, which a length penalty '
+                "makes negative: set rollout.overlong_buffer = 0"
+            )
         for at, source in enumerate(self.rewards.functions if advantage.reads_components else ()):
             for key, unset in (("clip", None), ("normalise", "none"), ("gate_below", None)):
                 if getattr(source, key) != unset:

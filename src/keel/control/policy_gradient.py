@@ -153,7 +153,9 @@ class PolicyGradient(ControlLearner[PolicyGradientStage]):
         count, steps, stopped = stage.minibatches, algorithm.per_action, False
         for _ in range(stage.epochs):
             for part, estimated in experience.split(estimates, count, rng, steps=steps):
-                metrics = self._update(prepare(algorithm, part, estimated, budget), rate)
+                drawn = derive(self.seed, "masks", number, len(taken))
+                batch = prepare(algorithm, part, estimated, budget, seed=drawn)
+                metrics = self._update(batch, rate)
                 taken.append(metrics)
                 stopped = "grad_norm" not in metrics
                 if stopped:

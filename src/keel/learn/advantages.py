@@ -183,7 +183,7 @@ def estimate(
         value_N=value_N,
         next_value_N=None if value_N is None else segments.shift(value_N, lengths_S),
         turn_N=actions.turn_N,
-        version_S=torch.tensor(actions.versions, device=device) if actions.versions else None,
+        version_S=actions.version_S,
         baseline_S=judged.baseline_S,
         components=judged.components,
         component_weights=judged.component_weights,
@@ -271,8 +271,16 @@ def reads_steps(algorithm: Algorithm) -> bool:
     """
     if not isinstance(algorithm.advantage, CustomAdvantage):
         return algorithm.reads_steps
-    names = inspect.signature(load_function(algorithm.advantage.function, ADVANTAGE)).parameters
-    return "reward_N" in names or "step_reward_K" in names
+    return asks_for(algorithm, "reward_N") or asks_for(algorithm, "step_reward_K")
+
+
+def asks_for(algorithm: Algorithm, name: str) -> bool:
+    """Whether a user's own advantage names a signal."""
+    if not isinstance(algorithm.advantage, CustomAdvantage):
+        return False
+    return (
+        name in inspect.signature(load_function(algorithm.advantage.function, ADVANTAGE)).parameters
+    )
 
 
 def check_entries(algorithm: Algorithm) -> None:

@@ -89,6 +89,11 @@ class Actions:
         every_N = torch.arange(sum(self.lengths), device=self.device)
         return every_N - starts_S.repeat_interleave(self.lengths_S, output_size=len(every_N))
 
+    @property
+    def version_S(self) -> Int[Tensor, " S"] | None:
+        """The number of the weights that each sequence was begun with; None in a game."""
+        return upload(self.versions, self.device) if self.versions else None
+
     def of_sequences(self, x_N: Float[Tensor, " N"]) -> Float[Tensor, " S"]:
         """What all actions of a sequence have in common; NaN for a sequence without any."""
         x_N = torch.cat([x_N, x_N.new_full((1,), torch.nan)])

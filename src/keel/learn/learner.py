@@ -309,7 +309,7 @@ class Learner:
         micros, own = self.passes(batch, tokens)
         for micro in micros:
             made: dict[str, Tensor] = {}
-            if old or head is not None:
+            if old or entropy or squares or head is not None:
                 scores = self.policy.scores(
                     micro.packed,
                     self.temperature,

@@ -28,7 +28,6 @@ from keel.algorithms.surrogates import CustomSurrogate
 from keel.learn.advantages import CORRECTION, MASK, SURROGATE, call_custom
 from keel.learn.batch import A, Actions, Estimates, TrainBatch
 from keel.models.head import Scores, place_of_float64, widest
-from keel.models.packed import upload
 from keel.objective import divergences, ratios, segments
 from keel.objective.gae import explained_variance
 from keel.types import KeelError
@@ -68,29 +67,34 @@ def prepare(
         token_weight,
         1 / _count(actions),
         outcome_N=estimates.outcome_N,
-        correction_N=corrected(algorithm, actions)[1] if algorithm.corrections else None,
+        correction_N=corrected(algorithm, actions) if algorithm.corrections else None,
         seed=seed,
     )
 
 
 @torch.no_grad()
-def corrected(
-    algorithm: Algorithm, actions: Actions
-) -> tuple[Bool[Tensor, " N"], Float[Tensor, " N"]]:
-    """The tokens whose weight some correction cuts, and c_n: what each correction makes of the
-    weights of those before it, in their order."""
-    signals = Signals(**_known(actions))
+def corrected(algorithm: Algorithm, actions: Actions) -> Float[Tensor, " N"]:
+    """c_n: what each correction makes of the weights of those before it, in their order."""
+    signals = Signals(**_known(actions, algorithm.custom))
     weight_N = torch.ones_like(signals.need("old_log_prob_N"))
-    limited_N = torch.zeros_like(weight_N, dtype=torch.bool)
     for choice in algorithm.corrections:
         if isinstance(choice, CustomCorrection):
             given = {**signals.named(), "weight_N": weight_N}
             weight_N = _per_token(CORRECTION, choice, given, weight_N)
         else:
             weight_N = choice.apply(weight_N, signals)
-        cut_N = choice.limited(signals)
-        limited_N = limited_N if cut_N is None else limited_N | cut_N
-    return limited_N, weight_N
+    return weight_N
+
+
+@torch.no_grad()
+def limited(algorithm: Algorithm, actions: Actions) -> Bool[Tensor, " N"]:
+    """The tokens whose weight some correction truncates or sets to 0."""
+    signals = Signals(**_known(actions, custom=False))
+    cut_N = torch.zeros_like(signals.need("old_log_prob_N"), dtype=torch.bool)
+    for choice in algorithm.corrections:
+        one_N = choice.limited(signals)
+        cut_N = cut_N if one_N is None else cut_N | one_N
+    return cut_N
 
 
 @torch.no_grad()
@@ -119,8 +123,9 @@ def _kept(signals: LossSignals, masks: Sequence[MaskTerm]) -> Tensor | None:
     return kept_N
 
 
-def _known(actions: Actions) -> dict[str, Any]:
-    """What is known of a batch before its update, by the names of `Signals`."""
+def _known(actions: Actions, custom: bool) -> dict[str, Any]:
+    """What is known of a batch before its update, by the names of `Signals`; with `custom` what
+    only a user's own terms read too."""
     old_N = actions.old_log_prob_N
     engine_N = actions.engine_log_prob_N
     return {
@@ -133,8 +138,7 @@ def _known(actions: Actions) -> dict[str, Any]:
         "old_entropy_N": actions.old_entropy_N,
         "old_squares_N": actions.old_squares_N,
         "value_N": actions.value_N,
-        "turn_N": actions.turn_N,
-        "version_S": upload(actions.versions, actions.device) if actions.versions else None,
+        **({"turn_N": actions.turn_N, "version_S": actions.version_S} if custom else {}),
     }
 
 
@@ -143,13 +147,13 @@ def _signals(
 ) -> LossSignals:
     """What the surrogate and the masks read of a batch or micro-batch."""
     actions: Actions = batch.actions
-    known = _known(actions)
+    known = _known(actions, algorithm.custom)
     if actions.old_log_prob_N is None:
         known["old_log_prob_N"] = log_prob_N.detach()
     log_ratio_N = algorithm.ratio_kind.log_ratio(
         log_prob_N, known["old_log_prob_N"], actions.lengths_S
     )
-    outcome_N = batch.outcome_N
+    outcome_N = batch.outcome_N if algorithm.custom or algorithm.surrogate.reads_outcome else None
     return LossSignals(
         **known,
         outcome_S=None if outcome_N is None else actions.of_sequences(outcome_N.to(log_prob_N)),

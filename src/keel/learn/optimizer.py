@@ -377,7 +377,9 @@ def in_weights(parameters: Named) -> Cause | None:
 def in_tensors(batch: TrainBatch[Any]) -> Cause | None:
     """A value that is not finite among the loss's inputs."""
     for name, values in tensors_of(batch).items():
-        if name.endswith("_N") and values.is_floating_point() and not _finite(values):
+        if name == "outcome_N" or not name.endswith("_N"):  # NaN is a sequence without a reward
+            continue
+        if values.is_floating_point() and not _finite(values):
             at = int((~values.isfinite()).nonzero()[0])
             ends = list(accumulate(batch.lengths))
             sequence = bisect_right(ends, at)

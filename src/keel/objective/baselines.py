@@ -75,10 +75,12 @@ def optimal_token(
 
     Source: the optimal token baseline, Li et al. 2026, as verl has it.
     """
-    return_N = to_go(reward_N, lengths_S)
+    absent_S = segment_sum(reward_N, lengths_S).isnan()
+    absent_N = spread(absent_S, lengths_S)
+    return_N = to_go(reward_N.masked_fill(absent_N, 0.0), lengths_S)
     energy_N = 1 - 2 * old_log_prob_N.exp() + old_squares_N
     # The sum up to a token is the one to go of what is turned round.
-    weight_N = to_go(energy_N.flip(0), lengths_S.flip(0)).flip(0)
+    weight_N = to_go(energy_N.flip(0), lengths_S.flip(0)).flip(0).masked_fill(absent_N, 0.0)
     starts_S = lengths_S.cumsum(0) - lengths_S
     place_N = torch.arange(len(reward_N), device=reward_N.device) - spread(starts_S, lengths_S)
     _, group_S = torch.unique(groups_S, return_inverse=True)
@@ -90,8 +92,9 @@ def optimal_token(
         return segment_sum(x_N[order_N], count_C)[cell_N]
 
     mean_N = total(return_N * weight_N) / (total(weight_N) + epsilon)
-    alone_N = count_C[cell_N] == 1
+    alone_N = total((~absent_N).to(weight_N)) == 1
     if not zero_tail:
-        size_S = torch.bincount(group_S)[group_S]
-        alone_N = spread(size_S == 1, lengths_S)
-    return return_N - torch.where(alone_N, 0.0, mean_N)
+        size_G = torch.bincount(group_S, weights=(~absent_S).to(weight_N))
+        alone_N = spread(size_G[group_S] == 1, lengths_S)
+    advantage_N = return_N - torch.where(alone_N, 0.0, mean_N)
+    return advantage_N.masked_fill(absent_N, 0.0)

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from keel.objective.ratios import LIMIT, exponential
+from keel.objective.ratios import exponential
 from keel.objective.segments import segment_mean, segment_sum, spread
 
 Level = Literal["token", "sequence"]
@@ -119,11 +119,11 @@ def reject(
 
     Source: Schulman 2020 (the estimators); as rejection, verl 2026, "rollout correction".
     """
-    log_N = (old_log_prob_N - engine_log_prob_N).detach().clamp(-LIMIT, LIMIT)
+    log_N = (old_log_prob_N - engine_log_prob_N).detach()
     value_N = {
         "k1": lambda: -log_N,
         "k2": lambda: log_N.square() / 2,
-        "k3": lambda: log_N.exp() - 1 - log_N,
+        "k3": lambda: exponential(log_N) - 1 - log_N,
     }[statistic]()
     value_N = _over(value_N, lengths_S, over)
     if statistic != "k1":
@@ -180,8 +180,12 @@ def _over(value_N: Tensor, lengths_S: Tensor, over: Over) -> Tensor:
     if over == "token":
         return value_N
     if over == "max":
-        # Segments of length 0 have no maximum, and no token to give it to.
-        found_S = torch.segment_reduce(value_N, "max", lengths=lengths_S, initial=-torch.inf)
+        # Segments of length 0 have no maximum, and no token to give it to. The lengths are not
+        # checked on a GPU, whose host would wait, nor where there are none, which fails.
+        unchecked = lengths_S.is_cuda or lengths_S.numel() == 0
+        found_S = torch.segment_reduce(
+            value_N, "max", lengths=lengths_S, initial=-torch.inf, unsafe=unchecked
+        )
     else:
         found_S = (segment_sum if over == "sum" else segment_mean)(value_N, lengths_S)
     return spread(found_S, lengths_S, total=len(value_N))

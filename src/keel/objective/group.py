@@ -145,12 +145,14 @@ def mean_relative(
 
         A_i = (R_i − mean_g R) / (mean_g R + ε)
 
-    Its expected gradient grows towards that of the log-likelihood of a right answer as G grows.
+    Its expected gradient grows towards that of the log-likelihood of a right answer as G grows. A
+    group whose mean is negative has no such meaning and gets 0.
 
     Source: MaxRL, arXiv:2602.02710.
     """
     group = _deviation(reward_S, groups_S)
-    return group.centred_S / (group.mean_S + epsilon)
+    relative_S = group.centred_S / (group.mean_S + epsilon)
+    return torch.where(group.mean_S > 0, relative_S, torch.zeros_like(relative_S))
 
 
 def best_of_group(

@@ -79,8 +79,8 @@ def binary_kl(
     """
     log_p_N, log_q_N = old_log_prob_N.detach(), log_prob_N.detach()
     p_N = log_p_N.exp()
-    smallest = torch.finfo(log_q_N.dtype).tiny
-    rest_p_N, rest_q_N = ((-x.expm1()).clamp(min=smallest) for x in (log_p_N, log_q_N))
+    # What float32 leaves of 1 − π near 0 is rounding.
+    rest_p_N, rest_q_N = ((-x.expm1()).clamp(min=1e-8) for x in (log_p_N, log_q_N))
     kl_N = p_N * (log_p_N - log_q_N) + rest_p_N * (rest_p_N / rest_q_N).log()
     return torch.where(
         advantage_N > 0,
@@ -98,9 +98,9 @@ def second_moment(
 
     Source: M2PO, arXiv:2510.01161.
     """
-    square_N = (log_prob_N - old_log_prob_N).detach().double().square()
+    square_N = (log_prob_N - old_log_prob_N).detach().square()
     sorted_N, order_N = square_N.sort(stable=True)
-    count_N = torch.arange(1, len(square_N) + 1, dtype=torch.float64, device=square_N.device)
+    count_N = torch.arange(1, len(square_N) + 1, device=square_N.device)
     kept_N = torch.zeros_like(order_N, dtype=torch.bool)
     # The means of the smallest rise with their number, so that those within the bound come first.
     kept_N[order_N] = sorted_N.cumsum(0) / count_N <= bound
@@ -139,6 +139,7 @@ def clip_covariance(
     """
     cov_N = covariance(log_prob_N, advantage_N)
     places = ((cov_N > floor) & (cov_N < cap) & ~clipped_N).nonzero().flatten()
+    places = places[cov_N[places].argsort(stable=True)]  # by value: no order of sequences counts
     generator = torch.Generator().manual_seed(seed)
     chosen = torch.randperm(len(places), generator=generator)[: max(1, int(share * len(cov_N)))]
     kept_N = torch.ones_like(clipped_N)

@@ -69,11 +69,11 @@ def vespo(
 
     Source: VESPO, arXiv:2602.10693, (2, 3) and (3, 2).
     """
-    log_S = segment_sum(log_ratio_N.detach().clamp(-LIMIT, LIMIT), lengths_S)
+    log_S = segment_sum(log_ratio_N.detach(), lengths_S)
     log_N = spread(log_S.clamp(math.log(1e-8), LIMIT), lengths_S, total=len(log_ratio_N))
     good_N = advantage_N >= 0
-    power_N = torch.where(good_N, power_positive, power_negative)
-    rate_N = torch.where(good_N, rate_positive, rate_negative)
+    power_N = torch.full_like(log_N, power_negative).masked_fill(good_N, power_positive)
+    rate_N = torch.full_like(log_N, rate_negative).masked_fill(good_N, rate_positive)
     weight_N = (power_N * log_N + rate_N * (1 - log_N.exp())).exp()
     return weight_N * advantage_N * log_prob_N
 

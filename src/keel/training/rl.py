@@ -23,7 +23,7 @@ from keel.config.stage import Optimizer
 from keel.learn.advantages import estimate, outcome
 from keel.learn.batch import LESS, Batch, Estimates, TrainBatch, from_groups, oom_context
 from keel.learn.learner import Losses, Trainer, by_gradient
-from keel.learn.loss import adapted_beta, corrected, prepare, value_metrics
+from keel.learn.loss import adapted_beta, limited, prepare, value_metrics
 from keel.learn.optimizer import Cause, NotFinite, learning_rate
 from keel.objective import corrections, divergences, ratios
 from keel.runs.rows import LOSS, RolloutRow
@@ -251,7 +251,8 @@ def update_models(
     for at, part in enumerate([*batches] * schedule.epochs):
         try:
             moved = bool(taken) or not loop.loss.score_old
-            made = loop.learner.update(algorithm, part.batch, progress.beta, rates, moved=moved)
+            drawn = replace(part.batch, seed=derive(seed, "masks", at))
+            made = loop.learner.update(algorithm, drawn, progress.beta, rates, moved=moved)
             taken.append((part, made))
         except NotFinite as error:
             loop.skip(
@@ -270,7 +271,8 @@ def update_models(
     kept = estimates.select(batch.action_index(keep))
     watched = {
         **_before_update(batch.select(keep), kept),
-        **_engine_difference(algorithm, loop.loss, batch.select(keep), taken),
+        **_engine_difference(loop.loss, batch.select(keep), taken),
+        **_corrected(algorithm, batches),
         **metrics,
         "learning_rate": rates[0] or 0.0,
         **({"value/learning_rate": rates[1]} if loop.learner.learns_values else {}),
@@ -291,12 +293,18 @@ def minibatches(
     seed: int,
 ) -> list[Minibatch]:
     """A batch split at random into mini-batches, of whose sequences only those of `keep` are in
-    the loss; one without any is left out."""
+    the loss; one without any is left out. A surrogate that reads groups has them whole."""
     every = range(batch.sequences)
     rng = np.random.default_rng(seed)
-    order = rng.permutation(every).tolist() if count > 1 else every
+    whole = algorithm.surrogate.reads_groups
+    units = [*dict.fromkeys(batch.groups)] if whole else every
+    order = rng.permutation(units).tolist() if count > 1 else units
+    chunks = [chunk.tolist() for chunk in np.array_split(order, count)]
+    if whole:
+        parts_of = [frozenset(chunk) for chunk in chunks]
+        chunks = [[i for i in every if batch.groups[i] in one] for one in parts_of]
     # Sorted again, so that completions of one prompt are neighbours: it is then computed once.
-    chunks = [sorted(chunk.tolist()) for chunk in np.array_split(order, count)]
+    chunks = [sorted(chunk) for chunk in chunks]
     kept = frozenset(keep)
     parts: list[Minibatch] = []
     for chunk in chunks:
@@ -309,7 +317,6 @@ def minibatches(
             estimates.select(batch.action_index(chunk)),
             max_tokens,
             inside,
-            derive(seed, "masks", len(parts)),
         )
         parts.append(Minibatch([chunk[i] for i in inside], part))
     return parts
@@ -413,13 +420,12 @@ def _before_update(batch: Batch, estimates: Estimates) -> dict[str, float]:
 
 @torch.no_grad()
 def _engine_difference(
-    algorithm: Algorithm,
     config: LossConfig,
     batch: Batch,
     taken: Sequence[tuple[Minibatch, Losses]],
 ) -> dict[str, float]:
-    """How far the log-probabilities of the trainer are from the engine's, before the update, what
-    that costs, and how much of it the correction cuts off.
+    """How far the log-probabilities of the trainer are from the engine's, before the update, and
+    what that costs.
 
     If the trainer did not score the policy before the update, the first update that was taken
     did: until then the weights are those before it. Its tokens are then all of the batch, or those
@@ -444,13 +450,24 @@ def _engine_difference(
             ratios.exponential(trainer_N - engine_N)
         ),
     }
-    if algorithm.corrections:
-        scored = replace(batch, old_log_prob_N=trainer_N)
-        limited_N, weight_N = corrected(algorithm, scored)
-        found["sampling/importance_sampling_ratio/clipped"] = limited_N.to(gap_N).mean()
-        found["sampling/importance_sampling_ratio/masked"] = (weight_N == 0).to(gap_N).mean()
-        found["sampling/importance_sampling_ratio/mean"] = weight_N.mean()
     return dict(zip(found, torch.stack([*found.values()]).tolist(), strict=True))
+
+
+@torch.no_grad()
+def _corrected(algorithm: Algorithm, batches: Sequence[Minibatch]) -> dict[str, float]:
+    """The weights that corrections gave the tokens of the mini-batches, and how many they cut."""
+    weights = [p.batch.correction_N for p in batches if p.batch.correction_N is not None]
+    if not weights:
+        return {}
+    weight_N = torch.cat(weights)
+    cut_N = torch.cat([limited(algorithm, part.batch.actions) for part in batches])
+    found = torch.stack([cut_N.to(weight_N).mean(), (weight_N == 0).to(weight_N).mean(),
+                         weight_N.mean()])  # fmt: skip
+    names = ("clipped", "masked", "mean")
+    return {
+        f"sampling/importance_sampling_ratio/{name}": value
+        for name, value in zip(names, found.tolist(), strict=True)
+    }
 
 
 def _divergence_now(loop: RLLoop, batches: Sequence[Batch]) -> float:

@@ -25,7 +25,7 @@ from keel.config.sources import LEARNED, Rewards
 from keel.config.stage import Optimizer
 from keel.data.mixture import build_tasks
 from keel.engines.registry import capabilities_of, check_requests, evaluating
-from keel.learn.advantages import check_entries
+from keel.learn.advantages import asks_for, check_entries
 from keel.learn.batch import TokenBudget
 from keel.learn.learner import Learner
 from keel.learn.optimizer import WeightOptimizer, trainable
@@ -367,6 +367,7 @@ def loss_config(stage: RolloutStage, model: Model) -> rl.LossConfig:
             or algorithm.whole_batch
             or bool(algorithm.corrections)
             or algorithm.advantage.reads_squares
+            or asks_for(algorithm, "old_log_prob_N")
         ),
         score_entropy=algorithm.reads_entropy,
         score_squares=algorithm.advantage.reads_squares,

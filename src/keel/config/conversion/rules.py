@@ -289,7 +289,9 @@ def trl_divergence(c: Foreign) -> Keys:
 def trl_masks(c: Foreign) -> Keys:
     """Which tokens the surrogate keeps."""
     masks: list[dict[str, Any]] = []
-    if c["top_entropy_quantile"] < 1:
+    if c["top_entropy_quantile"] < 1 and c["entropy_coef"]:
+        c.refuse("top_entropy_quantile", "Keel's entropy bonus is a mean over all tokens")
+    elif c["top_entropy_quantile"] < 1:
         masks.append({"kind": "top_entropy", "share": c["top_entropy_quantile"]})
     if c["off_policy_mask_threshold"] is not None:
         masks.append({"kind": "off_policy_sequences", "bound": c["off_policy_mask_threshold"]})
@@ -300,6 +302,9 @@ def trl_masks(c: Foreign) -> Keys:
 def trl_correction(c: Foreign) -> Keys:
     """Importance weights for vLLM's log-probabilities."""
     if not c["use_vllm"] or not c["vllm_importance_sampling_correction"]:
+        return
+    if c["loss_type"] == "vespo":
+        c.refuse("loss_type", "TRL takes vLLM's weights into the kernel of VESPO")
         return
     level, _, kind = c["vllm_importance_sampling_mode"].partition("_")
     cap, floor = c["vllm_importance_sampling_clip_max"], c["vllm_importance_sampling_clip_min"]
