@@ -66,10 +66,8 @@ def test_banned_words() -> None:
 KINDS = {
     "cispo": {"algorithms", "learn", "analysis"},
     "sapo": {"algorithms", "learn"},
-    **{
-        kind: {"algorithms"}
-        for kind in ["ppo", "vespo", "fipo", "topr", "real", "clip_cov", "kl_cov"]
-    },
+    **{kind: {"algorithms"} for kind in ("ppo", "fipo", "topr", "real", "kl_cov")},
+    **{kind: {"algorithms", "config"} for kind in ("vespo", "clip_cov")},
 }
 """Kinds of choices that share a word with a preset, and where they are looked up."""
 
