@@ -99,10 +99,10 @@ def table(path: Path = KEPT) -> str:
     for name, seeds in json.loads(path.read_text()).items():
         one, runs = RECIPES[name], list(seeds.values())
         ends = [run["course"][-1][1] for run in runs]
-        start = np.mean([run["course"][0][1] for run in runs])
+        begins = [run["course"][0][1] for run in runs]
         sums = [run["sums"] for run in runs if "sums" in run]
         rows.append((
-            f"`{name}`", one.what, _figure([start], one.scale), _figure(ends, one.scale),
+            f"`{name}`", one.what, _figure(begins, one.scale), _figure(ends, one.scale),
             _figure(sums, 100) if sums else "", len(runs),
         ))  # fmt: skip
     return markdown(("recipe", "figure", "before", "after", "sums right, %", "seeds"), rows)
@@ -112,7 +112,7 @@ def _figure(values: list[float], scale: int) -> str:
     """The mean, and the range if there are several."""
     digits = 1 if scale == 100 else 3
     low, mean, high = (f"{scale * f(values):.{digits}f}" for f in (min, np.mean, max))
-    return mean if len(values) == 1 else f"{mean} ({low} to {high})"
+    return mean if low == high else f"{mean} ({low} to {high})"
 
 
 def panels(path: Path = KEPT) -> dict[str, dict[str, tuple[str, Array]]]:
