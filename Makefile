@@ -21,7 +21,7 @@ demo: $(VENV)/.core
 real-model: $(VENV)/.dev
 	$(BIN)/python -m benchmarks.real_model
 
-# That model learns to add two numbers by GRPO: some 15 minutes on two cores.
+# That model learns to add two numbers by GRPO: about 10 minutes on two cores.
 demo-real: real-model
 	$(BIN)/keel train smollm2-grpo model.name=.models/smollm2-135m-instruct
 
