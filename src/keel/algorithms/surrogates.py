@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from keel.algorithms.signals import LossSignals
-    from keel.objective import masks, segments, surrogates
+    from keel.objective import masks, surrogates
 else:
-    masks, segments, surrogates = Lazy("masks"), Lazy("segments"), Lazy("surrogates")
+    masks, surrogates = Lazy("masks"), Lazy("surrogates")
 
 
 class SurrogateTerm(TermChoice):
