@@ -9,6 +9,7 @@ python -m studies.evidence memory      # peak memory by the models that an algor
 python -m studies.evidence replay      # reward models that go on learning, with earlier rows
 python -m studies.evidence distillation  # a student by a teacher and by GRPO; half an hour
 python -m studies.evidence trained     # recipes smollm2-*, after `make real-model`; hours
+python -m studies.evidence variants    # later variants over ten seeds; two hours
 python -m studies.evidence pages       # tables and pictures from results/; a minute
 
 What is finished in --out is not run again.
@@ -20,7 +21,16 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-from studies.evidence import algorithms, distillation, lengths, memory, pages, replay, trained
+from studies.evidence import (
+    algorithms,
+    distillation,
+    lengths,
+    memory,
+    pages,
+    replay,
+    trained,
+    variants,
+)
 
 STUDIES: dict[str, Callable[[Path], None]] = {
     "tune": algorithms.tune,
@@ -31,6 +41,7 @@ STUDIES: dict[str, Callable[[Path], None]] = {
     "distillation": distillation.run,
     "replay": replay.measure,
     "trained": trained.measure,
+    "variants": variants.measure,
     "pages": lambda out: pages.write(),
 }
 
