@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from keel.algorithms.variants import VARIANTS
-from studies.common import keel, markdown
+from studies.common import keel
 from studies.evidence import algorithms
-from studies.evidence.algorithms import BASELINE, RATES, RESULTS, SEVERAL, TASKS, preset_of
+from studies.evidence.algorithms import BASELINE, RATES, RESULTS, SEVERAL, TASKS
 
 OWN_TASK = ("gdpo",)
 """Measured where their idea has something to do."""
