@@ -1,9 +1,9 @@
 """TRL's losses of a policy on judged answers, for a test of Keel's.
 
-`PYTHON_WITH_TRL -m studies.trl_preferences` writes tests/training/trl_preferences.json: the loss and
-the norm of its gradient for two batches of each case, by TRL's own trainers and collators. The test
-builds model, rows and settings from this module, which needs TRL in `main` alone. TRL's `rpo_alpha`
-is the loss type `sft`, weighed.
+`PYTHON_WITH_TRL -m studies.trl_preferences` writes tests/training/trl_preferences.json: the loss
+and the norm of its gradient for two batches of each case, by TRL's own trainers and collators. The
+test builds model, rows and settings from this module, which needs TRL in `main` alone. TRL 1.16 has
+the NLL of `rpo_alpha` as the loss type `sft`, weighed.
 """
 
 from __future__ import annotations
