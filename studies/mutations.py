@@ -43,6 +43,8 @@ TEMPORAL = (f"{OBJECTIVE}segments.py", f"{OBJECTIVE}gae.py")
 POLICY = (f"{OBJECTIVE}surrogates.py", f"{OBJECTIVE}ratios.py")
 DIVERGENCE = (f"{OBJECTIVE}divergences.py", f"{OBJECTIVE}enumeration.py")
 CORRECTIONS = tuple(f"{OBJECTIVE}{name}.py" for name in ("corrections", "masks", "variants"))
+PREFERENCE = (f"{OBJECTIVE}preference.py",)
+JUDGED = ("tests/training/test_trl_preferences.py",)
 LEARN = ("tests/learn",)
 VALUE = tuple(
     f"{OBJECTIVE}{name}.py"
@@ -119,6 +121,40 @@ MUTATIONS: tuple[Mutation, ...] = (
              "log_ratio_N.exp().clamp(1 - low, 1 + high).log()", POLICY),
     Mutation("log-ratios not clamped", "objective/ratios.py",
              "log_ratio_N.clamp(-LIMIT, LIMIT).exp()", "log_ratio_N.exp()", POLICY),
+    # losses on judged answers
+    Mutation("robust DPO as the conservative one", "objective/preference.py",
+             "(probability_C - smoothing) / (1 - 2 * smoothing)",
+             "probability_C * (1 - 2 * smoothing) + smoothing", PREFERENCE),
+    Mutation("hinge without beta", "objective/preference.py",
+             "reward_C = beta * gap_C", "reward_C = gap_C", PREFERENCE),
+    Mutation("SimPO's margin on one side", "objective/preference.py",
+             "-beta * gap_C - margin, probability_C", "-beta * gap_C + margin, probability_C",
+             PREFERENCE),
+    Mutation("odds as probabilities", "objective/preference.py",
+             "return below_S - (-torch.expm1(below_S)).log()", "return below_S", PREFERENCE),
+    Mutation("odds ratio without beta", "objective/preference.py",
+             "return beta * _both_ways(gap_C", "return _both_ways(gap_C", PREFERENCE),
+    Mutation("likelihood of both answers", "objective/preference.py",
+             "return -share_S * log_prob_S / tokens", "return -log_prob_S / tokens", PREFERENCE),
+    Mutation("reference point below 0", "objective/preference.py",
+             ".mean().clamp(min=0)", ".mean()", PREFERENCE),
+    Mutation("reference point with a gradient", "objective/preference.py",
+             "log_ratio_S.detach().mean()", "log_ratio_S.mean()", PREFERENCE),
+    Mutation("weights of KTO exchanged", "objective/preference.py",
+             "desirable_weight * torch.sigmoid(-value_S)",
+             "undesirable_weight * torch.sigmoid(-value_S)", PREFERENCE),
+    Mutation("length-normalised DPO of sums", "algorithms/preferences.py",
+             '{**_SMOOTHED, "beta": 5.0}, means=True', '{**_SMOOTHED, "beta": 5.0}', JUDGED),
+    Mutation("CPO with a reference", "algorithms/preferences.py",
+             '{**_SMOOTHED, "nll": 1.0}, **_ALONE', '{**_SMOOTHED, "nll": 1.0}', JUDGED),
+    Mutation("ORPO's likelihood without the prompt", "algorithms/preferences.py",
+             "odds=True, prompt=True", "odds=True", JUDGED),
+    Mutation("KTO's answers not exchanged", "training/judged_losses.py",
+             "zip(answers, (*answers[-1:], *answers[:-1])", "zip(answers, answers", JUDGED),
+    Mutation("KTO's reference point of a micro-batch", "training/judged_losses.py",
+             "self.loss(ratio_S, label_S, point,",
+             "self.loss(ratio_S, label_S, preference.reference_point("
+             "self._ratios(others[span], token_budget)),", JUDGED),
     # weights, divergences, value, entropy, correction
     Mutation("sequence mean without 1/L", "objective/weights.py",
              "(lengths_S.numel() * lengths_S.clamp(min=1).to(dtype))",

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+from typing import get_args
 
 import pytest
 
 from keel.algorithms.explain import explain_preset
+from keel.algorithms.preferences import PREFERENCE_LOSSES
 from keel.algorithms.presets import PRESETS
+from keel.training.stages.dpo import DPOStage
 from studies.evidence import pages
 from tests.shared import ROOT
 
@@ -23,7 +26,13 @@ def sections(name: str) -> dict[str, str]:
 
 
 def test_pages_are_of_presets() -> None:
-    assert {path.stem for path in FOLDER.glob("*.md")} == {*PAGES, "README", "dqn", "control"}
+    assert {path.stem for path in FOLDER.glob("*.md")} == {
+        *PAGES,
+        "README",
+        "dqn",
+        "control",
+        "dpo",
+    }
     assert len(PAGES) >= 18
 
 
@@ -49,6 +58,20 @@ def test_page_shows_the_measured_curve(name: str) -> None:
     text = (FOLDER / f"{name}.md").read_text(encoding="utf-8")
     assert text.endswith(pages.section(name)), "python -m studies.evidence pages"
     assert (FOLDER / "curves" / f"{name}.png").is_file()
+
+
+def test_page_of_dpo_has_each_loss() -> None:
+    """With its source, its keys and whether it has a reference; the stage takes just these."""
+    text = (FOLDER / "dpo.md").read_text(encoding="utf-8")
+    assert get_args(DPOStage.model_fields["loss"].annotation) == tuple(PREFERENCE_LOSSES)
+    for name, loss in PREFERENCE_LOSSES.items():
+        assert loss.source.split()[-1] in text
+        line = next(line for line in text.splitlines() if f"`{name}`" in line)
+        if loss.records == "pairs":
+            assert ("| no |" in line) == (not loss.reference)
+            assert all(f"`{key}`" in line for key in loss.keys if key != "nll")
+            assert f"`beta` {loss.keys['beta']:g}" in line
+            assert ("NLL" in line) == bool(loss.keys["nll"])
 
 
 def test_index_names_each_preset() -> None:

@@ -275,6 +275,64 @@ def test_a_sum_of_losses_is_refused(tmp_path: Path) -> None:
     assert list(two.refused) == ['loss_type = ["sigmoid", "ipo"]']
 
 
+PREFERENCE = {
+    "DPOConfig(loss_type=['hinge'], beta=0.2)": {"loss": "hinge", "beta": 0.2},
+    "DPOConfig(loss_type=['robust'], label_smoothing=0.1)": {"loss": "robust", "smoothing": 0.1},
+    "DPOConfig(loss_type=['sigmoid_norm'], beta=5.0)": {"loss": "sigmoid_norm", "beta": 5.0},
+    # Keel's own default is 5.
+    "DPOConfig(loss_type='sigmoid_norm')": {"loss": "sigmoid_norm", "beta": 0.1},
+    "DPOConfig(loss_type=['sigmoid', 'sft'], loss_weights=[1.0, 0.5])": {"nll": 0.5},
+    "DPOConfig(loss_type=['ipo', 'sft'])": {"loss": "ipo", "nll": 1.0},
+    "CPOConfig(beta=0.3, label_smoothing=0.2)": {"loss": "cpo", "beta": 0.3, "smoothing": 0.2},
+    "CPOConfig(loss_type='simpo', cpo_alpha=0.0, beta=2.0, simpo_gamma=1.4)": {
+        "loss": "simpo", "nll": 0.0, "beta": 2.0, "margin": 1.4},
+    "CPOConfig(loss_type='simpo')": {"loss": "simpo", "nll": 1.0, "beta": 0.1, "margin": 0.5},
+    "ORPOConfig(beta=0.25)": {"loss": "orpo", "beta": 0.25},
+    "KTOConfig(undesirable_weight=1.5)": {"loss": "kto", "undesirable_weight": 1.5},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("call", PREFERENCE)
+def test_losses_on_judged_answers_are_mapped(call: str, tmp_path: Path) -> None:
+    name = call.partition("(")[0]
+    found = converted_text(tmp_path, "a.py", f"from trl import {name}\nc = {call}\n")
+    assert found.refused == {}
+    names = ("loss", "beta", "smoothing", "nll", "margin", "desirable_weight", "undesirable_weight")
+    assert {key: found.recipe[key] for key in names if key in found.recipe} == PREFERENCE[call]
+
+
+@pytest.mark.parametrize(
+    ("call", "refused"),
+    [
+        ("DPOConfig(loss_type=['aot'])", "loss_type = aot"),
+        ("DPOConfig(loss_type=['sft'])", 'loss_type = ["sft"]'),
+        (
+            "DPOConfig(loss_type=['ipo', 'sft'], loss_weights=[0.5, 1.0])",
+            "loss_weights = [0.5, 1.0]",
+        ),
+        ("DPOConfig(loss_type=['ipo', 'sft'], loss_weights=[1.0])", "loss_weights = [1.0]"),
+        ("DPOConfig(loss_weights=[0.5])", "loss_weights = [0.5]"),
+        ("CPOConfig(loss_type='hinge')", "loss_type = hinge"),
+        ("CPOConfig(loss_type='simpo', label_smoothing=0.1)", "label_smoothing = 0.1"),
+        ("CPOConfig(alpha=0.5)", "alpha = 0.5"),
+        ("KTOConfig(loss_type='apo_zero_unpaired')", "loss_type = apo_zero_unpaired"),
+    ],
+)
+def test_other_losses_on_judged_answers_are_refused(
+    call: str, refused: str, tmp_path: Path
+) -> None:
+    name = call.partition("(")[0]
+    found = converted_text(tmp_path, "a.py", f"from trl import {name}\nc = {call}\n")
+    assert [key.replace("'", "") for key in found.refused] == [refused]
+
+
+def test_smoothing_that_trl_passes_over_has_no_effect(tmp_path: Path) -> None:
+    text = "from trl import DPOConfig\nc = DPOConfig(beta=0.1, label_smoothing=0.1)\n"
+    found = converted_text(tmp_path, "a.py", text)
+    assert "smoothing" not in found.recipe
+    assert "label_smoothing" in found.unused
+
+
 def test_an_adapter_has_pefts_defaults_and_its_other_keys_are_refused(tmp_path: Path) -> None:
     text = "from trl import SFTConfig\nc = SFTConfig(max_steps=1)\nl = LoraConfig(%s)\n"
     plain = converted_text(tmp_path, "a.py", text % 'bias="none", task_type="CAUSAL_LM"')

@@ -153,10 +153,19 @@ EXAMPLES: dict[Function, Example] = {
     preference.bradley_terry: example({"probability_C": UNIT, "margin_C": n(3).abs()}, **SCORES),
     preference.centering: example(**SCORES),
     preference.label_cross_entropy: example({"label_S": UNIT}, logit_S=n(1)),
-    preference.log_ratio_gap: example(
-        **SCORES, reference_chosen_C=n(3), reference_rejected_C=n(4)),
     preference.dpo: example({"probability_C": UNIT, "beta": 0.3, "smoothing": 0.1}, gap_C=n(1)),
     preference.ipo: example({"probability_C": UNIT, "beta": 0.3}, gap_C=n(1)),
+    preference.hinge: example({"probability_C": UNIT, "beta": 0.3}, gap_C=n(1)),
+    preference.robust: example({"probability_C": UNIT, "beta": 0.3, "smoothing": 0.1}, gap_C=n(1)),
+    preference.simpo: example({"probability_C": UNIT, "beta": 2.0, "margin": 0.5}, gap_C=n(1)),
+    preference.log_odds: example(log_prob_S=-n(1).abs() - 0.1),
+    preference.orpo: example({"probability_C": UNIT, "beta": 0.3}, gap_C=n(1)),
+    preference.chosen_nll: example({"share_S": UNIT, "tokens": 7.0}, log_prob_S=n(1)),
+    # It has no gradient by design: a weight of the answers alone.
+    preference.reference_point: example({"log_ratio_S": n(1).abs()}),
+    preference.kto: example(
+        {"label_S": UNIT, "point": torch.tensor(0.2, dtype=torch.float64), "beta": 0.3,
+         "desirable_weight": 1.3, "undesirable_weight": 0.8}, log_ratio_S=n(1)),
     ratios.exponential: example(log_ratio_N=n(1)),
     corrections.effective_sample_size: example(weight_N=n(1).exp()),
     ratios.none: RATIO,

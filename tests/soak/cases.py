@@ -224,13 +224,16 @@ JUDGED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "process-lora": ({"stage": "process_reward_model", "separator": " ", **ADAPTER}, {}),
     "dpo": ({"stage": "dpo"}, {}),
     "dpo-ipo-lora": ({"stage": "dpo", "loss": "ipo"}, {"lora": {"rank": 4}}),
+    "dpo-kto": ({"stage": "dpo", "loss": "kto"}, {}),
+    "dpo-orpo": ({"stage": "dpo", "loss": "orpo"}, {}),
 }
 
 
 def _rows(name: str) -> tuple[Make, Shows]:
     keys, model = JUDGED[name]
     made = judged.traces if keys["stage"] == "process_reward_model" else judged.ones
-    made = judged.labelled if keys.get("objective") == "labels" else made
+    of_labels = keys.get("objective") == "labels" or keys.get("loss") == "kto"
+    made = judged.labelled if of_labels else made
 
     def make(folder: Path) -> Recipe:
         source = judged.data(folder, made(24, 1), made(12, 2))

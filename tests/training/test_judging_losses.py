@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
+from keel.algorithms.preferences import PREFERENCE_LOSSES
 from keel.data.judged_rows import Labelled, Preference, Stepwise
 from keel.data.splits import Splits
 from keel.learn.batch import TokenBudget
@@ -23,7 +24,7 @@ from keel.models.reference import reference_for
 from keel.models.reward import Answered, Reader, RewardModel, reward_model_from
 from keel.training.judged_data import EncodedPair, Marked, encoder, of_step, ready
 from keel.training.judged_losses import (
-    DPO,
+    PolicyLoss,
     first_under,
     labels_backward,
     measure_labels,
@@ -199,12 +200,17 @@ BETA = 0.3
 COMPARED = tuple(row for row in PAIRS if row.margin == 0)
 
 
-def dpo_of(policy: Policy, token_budget: int, **keys: Any) -> tuple[DPO, list[EncodedPair]]:
-    """DPO of a policy that has moved from its reference, and pairs for it."""
-    work = DPO(policy, reference_for(policy), TokenBudget(token_budget), beta=BETA, **keys)
+def dpo_of(
+    policy: Policy, token_budget: int, loss: str = "sigmoid", **keys: float
+) -> tuple[PolicyLoss, list[EncodedPair]]:
+    """A loss of a policy that has moved from its reference, and pairs for it."""
+    chosen = PREFERENCE_LOSSES[loss]
+    reference = reference_for(policy) if chosen.reference else None
+    read = {**chosen.keys, "beta": BETA, **keys}
+    work = PolicyLoss(policy, reference, TokenBudget(token_budget), chosen, read)
     moved(policy.trainable().values(), 0.05)
-    read = encoder("pairs", Reader(policy.tokenizer, policy.context))
-    return work, list(map(read, COMPARED))
+    encode = encoder("pairs", Reader(policy.tokenizer, policy.context))
+    return work, list(map(encode, COMPARED))
 
 
 def plain_log_probs(model: Any, tokenizer: Any, split: str) -> tuple[Tensor, Tensor]:
@@ -278,6 +284,91 @@ def test_dpo_gradient_of_lora_has_the_base_as_reference() -> None:
         torch.testing.assert_close(b.grad, scale * gradient @ a.T, rtol=1e-8, atol=1e-9)
         torch.testing.assert_close(a.grad, scale * b.T @ gradient, rtol=1e-8, atol=1e-9)
     assert all(p.grad is None for n, p in policy.named_parameters() if ".lora_" not in n)
+
+
+@pytest.mark.parametrize("name", [n for n, x in PREFERENCE_LOSSES.items() if x.records == "pairs"])
+def test_exchanged_answers_with_exchanged_labels_change_nothing(name: str) -> None:
+    """Soft labels, smoothing, margin and NLL: the gradient is the same both ways round."""
+    policy = tiny.policy(dtype="float64")
+    keys = {"smoothing": 0.2, "nll": 0.7}
+    read = PREFERENCE_LOSSES[name].keys
+    work, pairs = dpo_of(policy, 30, name, **{k: v for k, v in keys.items() if k in read})
+    first = work.backward(pairs, 30)
+    one = gradients(policy.model)
+    turned = [
+        replace(row, chosen=row.rejected, rejected=row.chosen, probability=1 - row.probability)
+        for row in pairs
+    ]
+    again = work.backward(turned, 30)
+    same(one, gradients(policy.model))
+    assert again["loss"] == pytest.approx(first["loss"], rel=EXACT)
+    assert again["rewards/margins"] == pytest.approx(-first["rewards/margins"], rel=EXACT)
+
+
+def plain_kto(
+    policy: Policy, answers: Sequence[Answered], labels: Sequence[float]
+) -> tuple[Any, float]:
+    """Plain transformers with a gradient, and the loss: an answer at a time, weights 1.3, 0.8."""
+    plain, first = (tiny.stock(dtype=torch.float64) for _ in range(2))
+    plain.load_state_dict(policy.model.state_dict())
+
+    def ratio(prompt: tuple[int, ...], answer: tuple[int, ...]) -> Tensor:
+        tokens = torch.tensor([*prompt, *answer])
+        found = []
+        for model in (plain, first):
+            log_p = model(input_ids=tokens[None]).logits[0].log_softmax(-1)
+            places = range(len(prompt), len(tokens))
+            found.append(torch.stack([log_p[i - 1, tokens[i]] for i in places]).sum())
+        return found[0] - found[1].detach()
+
+    parts = [(a.tokens[: a.begins], a.tokens[a.begins :]) for a in answers]
+    own = torch.stack([ratio(*part) for part in parts])
+    mixed = [float(ratio(parts[i][0], parts[i - 1][1]).detach()) for i in range(len(parts))]
+    z = max(sum(mixed) / len(mixed), 0.0)
+    right, wrong = (1 - torch.sigmoid(BETA * sign * (own - z)) for sign in (1, -1))
+    y = torch.tensor(labels, dtype=torch.float64)
+    loss = (1.3 * y * right + 0.8 * (1 - y) * wrong).mean()
+    loss.backward()
+    return plain, float(loss.detach())
+
+
+@pytest.mark.parametrize("token_budget", [1, 30, 10_000])
+def test_kto_equals_plain_transformers(token_budget: int) -> None:
+    """A soft label counts as both; the validation rewards are those of the loss."""
+    policy = tiny.policy(dtype="float64")
+    keys = {"beta": BETA, "desirable_weight": 1.3, "undesirable_weight": 0.8}
+    loss, budget = PREFERENCE_LOSSES["kto"], TokenBudget(token_budget)
+    work = PolicyLoss(policy, reference_for(policy), budget, loss, keys)
+    moved(policy.trainable().values(), 0.05)
+    rows = list(map(encoder("labels", Reader(policy.tokenizer, policy.context)), LABELS))
+    found = work.backward(rows, token_budget)
+    labels = [row.label for row in LABELS]
+    plain, wanted = plain_kto(policy, [row.answer for row in rows], labels)
+    same(gradients(policy.model), gradients(plain))
+    assert found["loss"] == pytest.approx(wanted, rel=EXACT)
+    implied = [r for (r,) in work.implied_rewards([row.answer for row in rows])]
+    right = np.average(implied, weights=labels)
+    wrong = np.average(implied, weights=[1 - y for y in labels])
+    assert found["rewards/chosen"] == pytest.approx(right, rel=EXACT)
+    assert found["rewards/rejected"] == pytest.approx(wrong, rel=EXACT)
+    assert found["rewards/margins"] == pytest.approx(right - wrong, rel=EXACT)
+    one = work.backward(rows[:1], token_budget)  # right ones only
+    assert not {"rewards/rejected", "rewards/margins"} & one.keys()
+
+
+def test_answers_of_other_prompts_end_at_the_limit() -> None:
+    policy = tiny.policy()
+    rows = list(map(encoder("labels", Reader(policy.tokenizer)), LABELS))
+    keys = PREFERENCE_LOSSES["kto"].keys
+    work = PolicyLoss(policy, None, TokenBudget(99), PREFERENCE_LOSSES["kto"], keys, 7)
+    answers = [row.answer for row in rows]
+    found = work._exchanged(answers)
+    whole = [
+        a.tokens[: a.begins] + b.tokens[b.begins :]
+        for a, b in zip(answers, [answers[-1], *answers[:-1]], strict=True)
+    ]
+    assert [one.tokens for one in found] == [tokens[:7] for tokens in whole]
+    assert max(map(len, whole)) > 7
 
 
 # ---------------------------------------------------------------- what comes of it

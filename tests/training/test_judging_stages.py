@@ -155,10 +155,11 @@ def test_process_model_finds_the_first_error(tmp_path: Path) -> None:
 
 
 IPO = {"stage": "dpo", "loss": "ipo"}
+HINGE = {"stage": "dpo", "loss": "hinge"}
 
 
 @pytest.mark.quick("sigmoid")
-@pytest.mark.parametrize("keys", [{"stage": "dpo"}, IPO], ids=["sigmoid", "ipo"])
+@pytest.mark.parametrize("keys", [{"stage": "dpo"}, IPO, HINGE], ids=["sigmoid", "ipo", "hinge"])
 def test_policy_learns_to_prefer_chosen_answers(keys: dict[str, Any], tmp_path: Path) -> None:
     """Over three seeds validation accuracy came to 86 % and more."""
     source = data(tmp_path, ones(400, 1), ones(150, 7))
@@ -168,10 +169,41 @@ def test_policy_learns_to_prefer_chosen_answers(keys: dict[str, Any], tmp_path: 
     assert before["margins"]["mean"] == before["score"]["mean"] == 0.0
     assert headline(after, "accuracy") > 0.75
     assert after["margins"]["mean"] > 0.02
+    assert [path.name for path in folder.path.rglob("*reference*")]
     every = rows(folder, "dpo")
     assert every[-1]["rewards/margins"] > every[5]["rewards/margins"] > 0
     assert every[-1]["loss"] < every[0]["loss"]
     assert every[-1]["rewards/accuracies"] > 0.75
+
+
+@pytest.mark.quick("simpo")
+@pytest.mark.parametrize("loss", ["cpo", "simpo", "orpo"])
+def test_losses_without_a_reference_learn(loss: str, tmp_path: Path) -> None:
+    """No reference is kept, in memory or in a checkpoint; the rewards are of log-probabilities."""
+    source = data(tmp_path, ones(400, 1), ones(150, 7))
+    stage = {"stage": "dpo", "loss": loss, "data": source, **LEARNS, **SLOWER}
+    folder = train(recipe(stage), tmp_path / "run")
+    assert not [path.name for path in folder.path.rglob("*reference*")]
+    first, *_, last = rows(folder, "dpo")
+    assert first["rewards/chosen"] < 0
+    assert last["rewards/margins"] > first["rewards/margins"]
+    assert ("nll" in last) == (loss != "simpo")
+    # CPO's are sums, in which the lengths, at random, outweigh what 30 steps teach.
+    assert loss == "cpo" or headline(measured(folder, "dpo")["after"], "accuracy") > 0.75
+
+
+def test_kto_learns_from_labels(tmp_path: Path) -> None:
+    """The rows of a reward model of labels; the accuracy is of the implied reward's sign."""
+    source = data(tmp_path, labelled(400, 1), labelled(150, 7))
+    stage = {"stage": "dpo", "loss": "kto", "data": source, **LEARNS, "beta": 0.5}
+    folder = train(recipe(stage), tmp_path / "run")
+    found = measured(folder, "dpo")
+    assert found["before"]["kind"] == found["after"]["kind"] == "labels"
+    assert headline(found["after"], "auc") > 0.8
+    first, *_, last = rows(folder, "dpo")
+    assert first["rewards/margins"] == first["kl/mismatched"] == 0.0
+    assert first["loss"] == pytest.approx(0.5, rel=1e-6)
+    assert last["rewards/margins"] > 0.1
 
 
 FLIPPED: dict[str, tuple[dict[str, Any], Rows, Rows]] = {

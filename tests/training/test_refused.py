@@ -112,6 +112,26 @@ STAGES: dict[str, tuple[list[dict[str, Any]], str]] = {
         [{"stage": "dpo", "sampled": {"tasks": [TASK], "rewards": outcome_of("later")}}, LATER],
         r'dpo: the reward "outcome" is of .*"later"',
     ),
+    "key of another loss": (
+        [{"stage": "dpo", **BRIEF, "data": FILE, "loss": "ipo", "smoothing": 0.1}],
+        r'smoothing = 0.1 is not read by loss = "ipo" \(but by "sigmoid", .*"cpo"\): drop it',
+    ),
+    "margin without SimPO": (
+        [{"stage": "dpo", **BRIEF, "data": FILE, "loss": "cpo", "margin": 0.0}],
+        r'margin = 0 is not read by loss = "cpo" \(but by "simpo"\): drop it',
+    ),
+    "likelihood of labelled answers": (
+        [{"stage": "dpo", **BRIEF, "data": FILE, "loss": "kto", "nll": 1.0}],
+        r'nll = 1 is not read by loss = "kto"',
+    ),
+    "weights of pairs": (
+        [{"stage": "dpo", **BRIEF, "data": FILE, "desirable_weight": 1.3}],
+        r'desirable_weight = 1.3 is not read by loss = "sigmoid" \(but by "kto"\)',
+    ),
+    "labelled answers one by one": (
+        [{"stage": "dpo", **BRIEF, "batch_size": 1, "data": FILE, "loss": "kto"}],
+        r'batch_size = 1: loss = "kto" compares each answer .*: set 2 or more',
+    ),
     "process model as an outcome": (
         [{**PROCESS, "name": "made"}, rl("made")],
         r'"made", which is not a stage before .*there is none',
@@ -189,6 +209,7 @@ def refused(folder: Path, stage: dict[str, Any], message: str, **model: Any) -> 
     [
         ({"stage": "dpo", "data": {**FILE, "path": "nope.jsonl"}}, r"nope\.jsonl"),
         (JUDGE, r"train\.jsonl:1.*chosen"),
+        ({"stage": "dpo", "loss": "kto", "data": FILE}, r"train\.jsonl:1.*completion"),
         ({**JUDGE, "objective": "labels"}, r"train\.jsonl:1.*completion"),
         ({**RL, "tasks": [{"name": "nosuch"}]}, "stage 'rl': unknown task 'nosuch'"),
         (

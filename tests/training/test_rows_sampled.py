@@ -61,6 +61,13 @@ def test_answer_of_the_higher_reward_is_chosen(tmp_path: Path) -> None:
     assert notes == [f"reward_model: {message}"]
 
 
+def test_kto_learns_from_sampled_rewards_as_labels(tmp_path: Path) -> None:
+    folder = train(recipe(stage("dpo", {"loss": "kto"})), tmp_path / "run")
+    for row in rows(folder, "train", "dpo"):
+        assert row["label"] == worth(row["prompt"], row["completion"])
+    assert load(folder.path).metrics("dpo")[-1]["loss"] > 0
+
+
 def judged(row: dict[str, Any]) -> tuple[Any, list[float]]:
     """What was judged in a row, and its labels; of a pair, whether its first text is chosen."""
     if "chosen" in row:

@@ -1,18 +1,18 @@
-"""Losses on judged rows (DPO and IPO of a policy, those of both kinds of reward model), and metrics
-on the validation rows, from the model's own scores."""
+"""Losses on judged rows (of a policy, and of both kinds of reward model), and metrics on the
+validation rows, from the model's own scores."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
+from keel.algorithms.preferences import PreferenceLoss
 from keel.analysis.calibration import (
     FirstErrorReport,
     LabelReport,
@@ -27,91 +27,139 @@ from keel.config.judging import HEADLINE
 from keel.config.stage import Records
 from keel.data.judged_rows import first_wrong
 from keel.learn.batch import TokenBudget
-from keel.models.packed import Packed, pack, sizes_on
+from keel.models.packed import pack, sizes_on
 from keel.models.policy import Policy
 from keel.models.reference import Reference
 from keel.models.reward import Answered, RewardModel, pack_answers
 from keel.objective import preference
-from keel.objective.segments import segment_mean, segment_sum
+from keel.objective.segments import segment_sum
 from keel.platform.files import make_folder
 from keel.training.judged_data import EncodedPair, Marked, sizes_of
 from keel.types import KeelError
 
 
 @dataclass(frozen=True, eq=False)
-class DPO:
-    """The loss on pairs, and the models that it scores them with."""
+class PolicyLoss:
+    """A loss of the policy on judged answers, and the models that score them.
+
+    `keys` are what the loss reads. Answers of other prompts are cut at `limit` tokens.
+    """
 
     policy: Policy
-    reference: Reference
+    reference: Reference | None
     budget: TokenBudget
-    loss: Literal["sigmoid", "ipo"] = "sigmoid"
-    beta: float = 0.1
-    smoothing: float = 0.0
+    loss: PreferenceLoss
+    keys: Mapping[str, float]
+    limit: int | None = None
 
-    def backward(self, pairs: Sequence[EncodedPair], token_budget: int) -> dict[str, float]:
-        """The gradient of the mean loss over the pairs."""
+    def backward(self, rows: Sequence[Any], token_budget: int) -> dict[str, float]:
+        """The gradient of the mean loss over the pairs, or over the labelled answers."""
+        of_labels = self.loss.records == "labels"
+        return (self._labels if of_labels else self._pairs)(rows, token_budget)
+
+    def _pairs(self, pairs: Sequence[EncodedPair], token_budget: int) -> dict[str, float]:
         sums: dict[str, float] = {}
+        keys = dict(self.keys)
+        nll = keys.pop("nll")
+        answers = [answer for pair in pairs for answer in (pair.chosen, pair.rejected)]
+        shares = [share for pair in pairs for share in (pair.probability, 1 - pair.probability)]
+        tokens = sum(
+            share * (len(answer.tokens) - self._first(answer))
+            for answer, share in zip(answers, shares, strict=True)
+        )
         for span in sizes_of(pairs, self.policy.device).spans(token_budget):
-            part = pairs[span]
-            answers = [answer for pair in part for answer in (pair.chosen, pair.rejected)]
-            now_S = self.log_probs(answers, reference=False)
-            with torch.no_grad():
-                then_S = self.log_probs(answers, reference=True)
-            gap_C = preference.log_ratio_gap(now_S[0::2], now_S[1::2], then_S[0::2], then_S[1::2])
-            loss_C = self.pair_loss(gap_C, gap_C.new_tensor([pair.probability for pair in part]))
+            part = slice(2 * span.start, 2 * span.stop)
+            ratio_S, log_prob_S = self._scored(answers[part])
+            share_S = ratio_S.new_tensor(shares[part])
+            score_S = self.loss.scores(ratio_S)
+            gap_C = score_S[0::2] - score_S[1::2]
+            loss_C = self.loss(gap_C, share_S[0::2], **keys)
+            if nll:
+                nll_S = len(pairs) * preference.chosen_nll(log_prob_S, share_S, tokens=tokens)
+                loss_C = loss_C + nll * (nll_S[0::2] + nll_S[1::2])
+                _add(sums, len(pairs), nll=nll_S.detach())
             (loss_C.sum() / len(pairs)).backward()  # type: ignore[no-untyped-call]
-            with torch.no_grad():
-                implied_S = self.beta * (now_S - then_S)
-                shown = {
-                    "loss": loss_C,
-                    "rewards/chosen": implied_S[0::2],
-                    "rewards/rejected": implied_S[1::2],
-                    "rewards/margins": self.beta * gap_C,
-                    "rewards/accuracies": gap_C > 0,
-                }
-                _add(sums, len(pairs), **shown)
+            implied_S = self.keys["beta"] * ratio_S.detach()
+            shown = {
+                "loss": loss_C.detach(),
+                "rewards/chosen": implied_S[0::2],
+                "rewards/rejected": implied_S[1::2],
+                "rewards/margins": implied_S[0::2] - implied_S[1::2],
+                "rewards/accuracies": gap_C > 0,
+            }
+            _add(sums, len(pairs), **shown)
         return sums
 
-    def pair_loss(
-        self, gap_C: Float[Tensor, " C"], probability_C: Float[Tensor, " C"]
-    ) -> Float[Tensor, " C"]:
-        """The loss of each pair."""
-        if self.loss == "ipo":
-            return preference.ipo(gap_C, probability_C, beta=self.beta)
-        return preference.dpo(gap_C, probability_C, beta=self.beta, smoothing=self.smoothing)
+    def _labels(self, rows: Sequence[Marked], token_budget: int) -> dict[str, float]:
+        answers, labels = [row.answer for row in rows], [row.labels[0] for row in rows]
+        others = self._exchanged(answers)
+        point = preference.reference_point(self._ratios(others, token_budget))
+        sums = {"kl/mismatched": float(point)}
+        desired = sum(label or 0.0 for label in labels)
+        for span in sizes_of(rows, self.policy.device).spans(token_budget):
+            ratio_S, _ = self._scored(answers[span])
+            label_S = ratio_S.new_tensor(labels[span])
+            loss_S = self.loss(ratio_S, label_S, point, **self.keys)
+            (loss_S.sum() / len(rows)).backward()  # type: ignore[no-untyped-call]
+            _add(sums, len(rows), loss=loss_S.detach())
+            implied_S = self.keys["beta"] * ratio_S.detach()
+            if desired > 0:
+                _add(sums, desired, **{"rewards/chosen": label_S * implied_S})
+            if desired < len(rows):
+                rest = len(rows) - desired
+                _add(sums, rest, **{"rewards/rejected": (1 - label_S) * implied_S})
+        if 0 < desired < len(rows):
+            sums["rewards/margins"] = sums["rewards/chosen"] - sums["rewards/rejected"]
+        return sums
 
-    def log_probs(self, answers: Sequence[Answered], reference: bool) -> Float[Tensor, " S"]:
-        """Of each answer given its prompt: summed over its tokens, or their mean (ipo)."""
-        packed, lengths = packed_answers(answers, self.policy.device)
-        if reference:
-            log_prob_N = self.reference.log_probs(packed)
-        else:
-            log_prob_N = self.policy.scores(packed).log_prob_N
-        lengths_S = torch.tensor(lengths, device=packed.device)
-        reduce = segment_mean if self.loss == "ipo" else segment_sum
-        return reduce(log_prob_N, lengths_S)
+    def _exchanged(self, answers: Sequence[Answered]) -> list[Answered]:
+        """Each prompt with the answer of the row before it in the step, as TRL pairs them."""
+        return [
+            replace(
+                own, tokens=(own.tokens[: own.begins] + other.tokens[other.begins :])[: self.limit]
+            )
+            for own, other in zip(answers, (*answers[-1:], *answers[:-1]), strict=True)
+        ]
+
+    def _first(self, answer: Answered) -> int:
+        """The first token of an answer or its prompt that is scored."""
+        return 1 if self.loss.prompt else answer.begins
+
+    def _scored(self, answers: Sequence[Answered]) -> tuple[Tensor, Tensor]:
+        """Of each answer its log-ratio to the reference, or the log-probability without one (a sum
+        over its tokens, or their mean), and the log-probability that an NLL is made of."""
+        packed = pack(
+            [torch.tensor(answer.tokens) for answer in answers],
+            [torch.arange(self._first(answer), len(answer.tokens)) for answer in answers],
+            self.policy.device,
+        )
+        parts = [
+            n
+            for answer in answers
+            for n in (answer.begins - self._first(answer), len(answer.tokens) - answer.begins)
+        ]
+        parts_P = torch.tensor(parts, device=packed.device)
+
+        def total(log_prob_N: Tensor) -> tuple[Tensor, Tensor]:
+            sum_P = segment_sum(log_prob_N, parts_P)
+            own_S = sum_P[1::2] / parts_P[1::2] if self.loss.means else sum_P[1::2]
+            return own_S, sum_P[0::2] + sum_P[1::2]
+
+        now_S, log_prob_S = total(self.policy.scores(packed).log_prob_N)
+        if self.reference is not None:
+            now_S = now_S - total(self.reference.log_probs(packed))[0]
+        return now_S, log_prob_S
 
     @torch.no_grad()
-    def implied_rewards(self, answers: Sequence[Answered]) -> list[list[float]]:
-        """The reward of each answer that the policy implies: β (log π − log π_ref)."""
-        rewards: list[list[float]] = []
+    def _ratios(self, answers: Sequence[Answered], token_budget: int) -> Tensor:
         lengths = [len(answer.tokens) for answer in answers]
-        for span in sizes_on(self.policy.device, lengths).spans(self.budget.tokens):
-            now_S = self.log_probs(answers[span], reference=False)
-            then_S = self.log_probs(answers[span], reference=True)
-            rewards += [[value] for value in (self.beta * (now_S - then_S)).tolist()]
-        return rewards
+        spans = sizes_on(self.policy.device, lengths).spans(token_budget)
+        return torch.cat([self._scored(answers[span])[0] for span in spans])
 
-
-def packed_answers(answers: Sequence[Answered], device: torch.device) -> tuple[Packed, list[int]]:
-    """The answers as one input, with their own tokens scored; how many those are."""
-    lengths = [len(answer.tokens) - answer.begins for answer in answers]
-    return pack(
-        [torch.tensor(answer.tokens) for answer in answers],
-        [torch.arange(answer.begins, len(answer.tokens)) for answer in answers],
-        device,
-    ), lengths
+    def implied_rewards(self, answers: Sequence[Answered]) -> list[list[float]]:
+        """The reward of each answer that the policy implies: β times what `_scored` gives."""
+        rewards_S = self.keys["beta"] * self._ratios(answers, self.budget.tokens)
+        return [[value] for value in rewards_S.tolist()]
 
 
 def pairs_backward(
@@ -174,10 +222,10 @@ def _right(logit_K: Tensor, label_K: Tensor) -> Tensor:
     return torch.where(label_K == 0.5, torch.zeros_like(toward_K), (toward_K + 1) / 2)
 
 
-def _add(sums: dict[str, float], total: int, **values: Tensor) -> None:
+def _add(sums: dict[str, float], total: float, **values: Tensor) -> None:
     """Add each value's share of a mean over `total` to the sums."""
     for name, value in values.items():
-        sums[name] = sums.get(name, 0.0) + float(value.sum()) / max(total, 1)
+        sums[name] = sums.get(name, 0.0) + float(value.sum()) / (total or 1)
 
 
 # ---------------------------------------------------------------- validation metrics

@@ -174,7 +174,7 @@ def _measure_versions(
     at most `evaluation.rows` of each; kept in run.json under the name of the stage, and plotted.
     """
     recipe, folder = run.recipe, run.folder
-    chain, limit = versions(recipe, stage), _limit(stage, context)
+    chain, limit = versions(recipe, stage), longest_row(stage, context)
     if len(chain) == 1 or not is_newest(recipe, stage) or not stage.evaluation.rows:
         return
     held = []
@@ -203,7 +203,7 @@ def _measure_versions(
     forgetting_picture(names, accuracy, target, title)
 
 
-def _limit(stage: JudgingStage, context: int | None) -> int | None:
+def longest_row(stage: JudgingStage, context: int | None) -> int | None:
     """The most tokens that a row may have."""
     return min((n for n in (stage.max_tokens, context) if n is not None), default=None)
 
@@ -299,7 +299,7 @@ def examples(
 
     People label the pairs that `model` is least sure of.
     """
-    limit = _limit(stage, context)
+    limit = longest_row(stage, context)
     if stage.sampled is None:
         data = cast(PreferenceData, stage.data)
     else:

@@ -187,7 +187,7 @@ class Conversion(Foreign):
 
     def _looked_up(self, key: str, entry: ForeignKey) -> Iterator[tuple[str, Any]]:
         value = self.values[key]
-        if entry.to == "loss" and isinstance(value, list) and len(value) > 1:
+        if entry.to == "loss" and isinstance(value, list) and value[1:] not in ([], ["sft"]):
             self.refuse(key, "a sum of losses: Keel has each by itself")
             return
         for one in value if isinstance(value, list) else [value]:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, Final
 
+from keel.config.conversion.preferences import trl_preference as trl_preference
 from keel.config.conversion.values import Foreign, is_number
 
 Keys = Iterator[tuple[str, Any]]
