@@ -232,6 +232,12 @@ class PolicyGradientStage(FrozenModel):
                 f'advantage "{algorithm.advantage.kind}" is for completions, not environments: '
                 "choose another"
             )
+        texts = [term.kind for term in algorithm.auxiliary if term.of != "completions"]
+        if texts:
+            raise ValueError(
+                f'algorithm.auxiliary "{texts[0]}" is of texts, and environments have none: leave '
+                "it out"
+            )
         if algorithm.needs_groups and self.group_size < 2:
             raise ValueError(
                 f'advantage "{algorithm.advantage.kind}" compares episodes from one start state: '
@@ -315,7 +321,7 @@ def algorithms() -> list[str]:
     rows = {
         name
         for name, p in PRESETS.items()
-        if not (p.algorithm.needs_greedy or p.algorithm.needs_steps)
+        if not (p.algorithm.needs_greedy or p.algorithm.needs_steps or p.algorithm.demonstrations)
     }
     return sorted(own | rows)
 

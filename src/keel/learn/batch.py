@@ -151,7 +151,8 @@ class TrainBatch(Generic[A]):
     all its actions, for value loss and entropy; `metric_weight`, 1/N of the actions that enter the
     loss, for metrics. So were the factors of the surrogate: `correction_N`, `kept_N` of the masks
     and `prepared_N` of the surrogate itself, where the algorithm has any that read all of it.
-    `seed` is the optimizer step's.
+    `auxiliary_K` is what each auxiliary term multiplies the sum over its tokens with, and `share`
+    what demonstrations leave to all other terms. `seed` is the optimizer step's.
     """
 
     actions: A
@@ -164,6 +165,8 @@ class TrainBatch(Generic[A]):
     correction_N: Float[Tensor, " N"] | None = None
     kept_N: Bool[Tensor, " N"] | None = None
     prepared_N: Float[Tensor, " N *K"] | None = None
+    auxiliary_K: Float[Tensor, " K"] | None = None
+    share: float = 1.0
     seed: int = 0
 
     @property
@@ -210,12 +213,19 @@ class Batch(Actions):
     `tokens_T` are the sequences' tokens, `input_lengths` the number of each; `target_N` is the
     place of each completion token among the T. `prompt_lengths` is the number of tokens before each
     completion, which neighbours of one group have in common; () where they have none.
+
+    Auxiliary terms score more tokens (M): `extra_target_M` are their places among the T, ascending,
+    `extra_lengths` the number in each sequence, and `imitated_M` whether they are of a
+    demonstration, a sequence without any of the N, or else of a reply. None where no term does.
     """
 
     tokens_T: Int[Tensor, " T"]
     input_lengths: tuple[int, ...]
     target_N: Int[Tensor, " N"]
     prompt_lengths: tuple[int, ...] = ()
+    extra_target_M: Int[Tensor, " M"] | None = None
+    extra_lengths: tuple[int, ...] = ()
+    imitated_M: Bool[Tensor, " M"] | None = None
 
     @cached_property
     def shared(self) -> tuple[int, ...]:
@@ -232,15 +242,28 @@ class Batch(Actions):
     @cached_property
     def packed(self) -> Packed:
         """The model's view of the batch: a prompt once for all its neighbouring answers."""
+        return self._packed(self.target_N, self.lengths)
+
+    @cached_property
+    def read(self) -> tuple[Packed, Int[Tensor, " N+M"] | None]:
+        """The same with all tokens that are scored, and the place among them of each of the N and
+        then of each of the M; None without any of the latter."""
+        if self.extra_target_M is None:
+            return self.packed, None
+        own, extra = self.packed, self._packed(self.extra_target_M, self.extra_lengths)
+        both, order = torch.cat([own.target_N, extra.target_N]).sort()
+        return replace(own, target_N=both), order.argsort()
+
+    def _packed(self, target_N: Int[Tensor, " N"], lengths: Sequence[int]) -> Packed:
         if not any(self.shared):
-            return Packed(self.tokens_T, self.input_lengths, self.target_N)
-        device = self.target_N.device
+            return Packed(self.tokens_T, self.input_lengths, target_N)
+        device = target_N.device
         spans, follows, moved = _pieces(self.input_lengths, self.shared)
-        shift_N = upload(_repeated(moved, self.lengths), device)
+        shift_N = upload(_repeated(moved, lengths), device)
         return Packed(
             tokens_T=self.tokens_T[ranges(spans, device)],
             lengths=tuple(length for _, length in spans),
-            target_N=self.target_N + shift_N,
+            target_N=target_N + shift_N,
             follows=follows,
         )
 
@@ -267,18 +290,25 @@ class Batch(Actions):
         chosen = super().select(indices)
         input_lengths = tuple(self.input_lengths[i] for i in indices)
         at = _places(self.input_lengths, indices, device)
-        moved: Tensor | int = 0
-        if isinstance(at, slice):
-            moved = -at.start
-        else:
-            by = [new - first[i] for new, i in zip(starts(input_lengths), indices, strict=True)]
-            moved = upload(_repeated(by, chosen.lengths), device)
+        by = [new - first[i] for new, i in zip(starts(input_lengths), indices, strict=True)]
+
+        def moved(counts: Sequence[int]) -> Tensor | int:
+            return -at.start if isinstance(at, slice) else upload(_repeated(by, counts), device)
+
+        extra: dict[str, Any] = {}
+        if self.extra_target_M is not None and self.imitated_M is not None:
+            counts = tuple(self.extra_lengths[i] for i in indices)
+            of = _places(self.extra_lengths, indices, device)
+            target_M = self.extra_target_M[of] + moved(counts)
+            imitated_M = self.imitated_M[of]
+            extra = {"extra_lengths": counts, "extra_target_M": target_M, "imitated_M": imitated_M}
         return replace(
             chosen,
             tokens_T=self.tokens_T[at],
             input_lengths=input_lengths,
             prompt_lengths=tuple(self.prompt_lengths[i] for i in indices if self.prompt_lengths),
-            target_N=chosen.target_N + moved,
+            target_N=chosen.target_N + moved(chosen.lengths),
+            **extra,
         )
 
     def spans(self, token_budget: int) -> list[range]:
@@ -292,10 +322,14 @@ class Batch(Actions):
         return [self] if len(spans) == 1 else [self.select(span) for span in spans]
 
 
-def from_groups(groups: Sequence[Group], device: torch.device | str = "cpu") -> Batch:
-    """The batch of all completions of the groups, in order; only written tokens are among the N."""
+def from_groups(
+    groups: Sequence[Group], device: torch.device | str = "cpu", *, replies: bool = False
+) -> Batch:
+    """The batch of all completions of the groups, in order; only written tokens are among the N,
+    and with `replies` the others of completions among the M."""
     tokens: list[int] = []
     targets: list[int] = []
+    extra: list[int] = []
     engine: list[float] = []
     lengths: list[int] = []
     for group in groups:
@@ -303,11 +337,19 @@ def from_groups(groups: Sequence[Group], device: torch.device | str = "cpu") -> 
             tokens.extend(group.prompt.tokens)
             written = completion.written.nonzero()[0]
             targets.extend((written + len(tokens)).tolist())
+            extra.extend(((~completion.written).nonzero()[0] + len(tokens)).tolist())
             tokens.extend(completion.tokens.tolist())
             engine.extend(completion.log_probs[written].tolist())
             lengths.append(len(written))
     pairs = [(g, group, c) for g, group in enumerate(groups) for c in group.completions]
+    read: dict[str, Any] = {}
+    if replies:
+        extra_M = torch.tensor(extra, dtype=torch.long, device=device)
+        counts = tuple(len(c) - n for (_, _, c), n in zip(pairs, lengths, strict=True))
+        read = {"extra_target_M": extra_M, "extra_lengths": counts}
+        read["imitated_M"] = torch.zeros_like(extra_M, dtype=torch.bool)
     return Batch(
+        **read,
         tokens_T=torch.tensor(tokens, dtype=torch.long, device=device),
         input_lengths=tuple(len(group.prompt.tokens) + len(c) for _, group, c in pairs),
         prompt_lengths=tuple(len(group.prompt.tokens) for _, group, _ in pairs),
@@ -316,6 +358,27 @@ def from_groups(groups: Sequence[Group], device: torch.device | str = "cpu") -> 
         groups=tuple(g for g, _, _ in pairs),
         versions=tuple(c.weight_version for _, _, c in pairs),
         engine_log_prob_N=torch.tensor(engine, dtype=torch.float32, device=device),
+    )
+
+
+def with_demonstrations(batch: Batch, shown: Batch) -> Batch:
+    """The batch with further sequences, whose completions are not among its N but its M."""
+    none_M = shown.target_N[:0]
+    extra_M = none_M if batch.extra_target_M is None else batch.extra_target_M
+    imitated_M = none_M.bool() if batch.imitated_M is None else batch.imitated_M
+    count = shown.sequences
+    first = max(batch.groups, default=-1) + 1
+    return replace(
+        batch,
+        tokens_T=torch.cat([batch.tokens_T, shown.tokens_T]),
+        input_lengths=(*batch.input_lengths, *shown.input_lengths),
+        prompt_lengths=batch.prompt_lengths and (*batch.prompt_lengths, *shown.prompt_lengths),
+        lengths=(*batch.lengths, *(0,) * count),
+        groups=(*batch.groups, *range(first, first + count)),
+        versions=batch.versions and (*batch.versions, *(0,) * count),
+        extra_target_M=torch.cat([extra_M, shown.target_N + len(batch.tokens_T)]),
+        extra_lengths=(*(batch.extra_lengths or (0,) * batch.sequences), *shown.lengths),
+        imitated_M=torch.cat([imitated_M, torch.ones_like(shown.target_N, dtype=torch.bool)]),
     )
 
 
