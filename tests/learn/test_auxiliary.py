@@ -20,6 +20,7 @@ from keel.learn.learner import Learner, backward
 from keel.learn.loss import demonstrated, loss, prepare, whole_batch
 from keel.learn.optimizer import trainable
 from keel.models.head import Scores
+from keel.models.packed import Packed
 from keel.types import Completion, Group, Prompt
 from tests.learn.flat import answer
 from tests.learn.test_invariance import with_everything
@@ -222,8 +223,8 @@ def test_an_update_reads_replies_and_demonstrations() -> None:
     sequences = actions.tokens_T.split(actions.input_lengths)
     every = []
     for tokens_L in sequences:
-        logits_LV = made.policy.model(tokens_L[None]).logits[0, :-1, : made.policy.tokens]
-        scored_L = logits_LV.log_softmax(-1).gather(1, tokens_L[1:, None])[:, 0]
+        one = Packed(tokens_L, (len(tokens_L),), torch.arange(1, len(tokens_L)))
+        scored_L = made.policy.scores(one).log_prob_N
         every.append(torch.cat([scored_L.new_zeros(1), scored_L]))
     log_prob_T = torch.cat(every)
     scores = Scores(log_prob_T[actions.target_N], None, None, None)

@@ -131,7 +131,7 @@ LOOPS: dict[str, tuple[Make, Shows]] = {
     "auxiliary": _rl(
         "tasks=[{name='tests.soak.cases:echo'}]",
         "rewards.functions=[{function='tests.soak.cases:brevity'}]",
-        *("rollout.max_turns=3", "rollout.max_tokens=14", "minibatches=2", "epochs=2", SHOWN),
+        *("rollout.max_turns=3", "rollout.max_tokens=14", "minibatches=2", "epochs=2", SHOWN, LORA),
         "algorithm.auxiliary=[{kind='positive_nll'}, {kind='replies'}, {kind='demonstrations', "
         "final=0.02, decay_steps=3}]",
         shows=_varies("demonstrations/share"),

@@ -48,9 +48,8 @@ SHOWN = "demonstrations={data=[{name='tests.training.small:sorted_digits'}], bat
 
 
 def sorted_digits() -> list[dict[str, str]]:
-    """Demonstrations for the recipe `tiny`."""
-    numbers = [str(7919 * at % 10_000) for at in range(200, 260)]
-    return [{"prompt": f"{n}>", "completion": "".join(sorted(n))} for n in numbers]
+    """Demonstrations for the recipe `tiny`: all numbers of three digits, sorted."""
+    return [{"prompt": f"{n}>", "completion": "".join(sorted(str(n)))} for n in range(100, 1000)]
 
 
 def needs(preset: str, folder: Path) -> tuple[str, ...]:
