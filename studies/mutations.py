@@ -174,7 +174,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation("auxiliary: demonstrations leave the others whole", "learn/loss.py",
              "share=1 - share)", "share=1.0)", ("tests/learn/test_auxiliary.py",)),
     Mutation("auxiliary: a reply's place after a selection", "learn/batch.py",
-             "self.extra_target_M[of] + moved(counts)", "self.extra_target_M[of]",
+             "own_M + moved(counts)", "own_M",
              ("tests/learn/test_auxiliary.py",)),
     Mutation("masks of a micro-batch", "learn/loss.py",
              "if batch.kept_N is not None:", "if False:", LEARN),

@@ -124,7 +124,7 @@ def parts_of(learner: Learner, name: str, number: int) -> list[Minibatch]:
     """A batch of random completions, scored, in two mini-batches."""
     algorithm = algorithm_of(name)
     groups, results = sampled(number)
-    batch = from_groups(groups, learner.policy.device, replies=algorithm.reads_replies)
+    batch = from_groups(groups, learner.policy.device, replies=name == EXACT)
     batch = learner.score(batch, old=True, reference=True)
     estimates = estimate(algorithm, batch, outcome(groups, results, None), 0.05)
     return minibatches(

@@ -87,5 +87,5 @@ def test_what_does_not_go_together_is_refused(keys: tuple[str, ...], reason: str
 
 
 def test_environments_have_no_texts_to_imitate() -> None:
-    with pytest.raises(KeelError, match=r'algorithm\.auxiliary "replies" is of texts'):
+    with pytest.raises(KeelError, match="imitates texts, and environments have none"):
         load_control("reinforce", "CartPole-v1", ["algorithm.auxiliary.kind=replies"])

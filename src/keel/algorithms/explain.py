@@ -256,13 +256,12 @@ def _objective(algorithm: Algorithm, setting: Setting) -> tuple[Equation, ...]:
         parts.append(rf"- {d.symbol} \sum_n w_n \cdot {d.summand}")
     if algorithm.entropy > 0:
         parts.append(rf"+ {number(algorithm.entropy)} \cdot \frac{{1}}{{N}} \cdot \sum_n H_n")
-    imitation = algorithm.demonstrations
-    others = [one for one in algorithm.auxiliary if one is not imitation and one.active]
-    parts += [f"+ {one.summand()}" for one in others]
-    if imitation is not None and imitation.active:
-        parts[0] = rf"(1 - \kappa) ({parts[0]}"
-        parts = [*parts[:-1], f"{parts[-1]})", f"+ {imitation.summand()}"]
-        details += imitation.describe().equations
+    for one in sorted(algorithm.auxiliary, key=lambda one: one.of == "demonstrations"):
+        added, symbol = one.describe().equations
+        if one.coefficient and one.of == "demonstrations":
+            parts[0], parts[-1] = rf"(1 - \kappa) ({parts[0]}", f"{parts[-1]})"
+            details.append(symbol)
+        parts += [f"+ {added.parts[0]}"] if one.coefficient else []
     lines = [Equation(r"J(\theta)", tuple(parts)), *details]
     if d is not None:
         lines += d.in_reward(algorithm)

@@ -159,15 +159,10 @@ class Algorithm(FrozenModel):
         return self.surrogate.whole_batch or any(mask.whole_batch for mask in self.masks)
 
     @property
-    def reads_replies(self) -> bool:
-        """Whether a term scores what the environment wrote."""
-        return any(term.of == "replies" and term.active for term in self.auxiliary)
-
-    @property
     def demonstrations(self) -> DemonstrationNLL | None:
         """The term that imitates demonstrations, if there is one."""
-        of = "demonstrations"
-        return next((t for t in self.auxiliary if t.of == of), None)  # type: ignore[return-value]
+        found = (t for t in self.auxiliary if t.of == "demonstrations")
+        return next(found, None)  # type: ignore[return-value]
 
     @property
     def weighs(self) -> bool:

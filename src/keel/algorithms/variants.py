@@ -175,9 +175,8 @@ VARIANTS: Final = (
             "advantage": "arXiv:2504.05118 §4.1-4.2, α 0.05",
             "surrogate": "arXiv:2504.05118 §4.3, ε 0.2 and 0.28",
             "value": f"coefficient and clip: {CHOICE}, as ppo",
-            "divergence": f"none: {CHOICE}",
-            "auxiliary": "arXiv:2504.05118 §4.3, μ 0.1; right above 0: "
-            f"{CHOICE}; its value pretraining is value.warmup_steps = 50",
+            "auxiliary": f"arXiv:2504.05118 §4.3, μ 0.1; right above 0: {CHOICE}; for its value "
+            "pretraining set value.warmup_steps = 50",
         },
     ),
     _variant(

@@ -232,11 +232,9 @@ class PolicyGradientStage(FrozenModel):
                 f'advantage "{algorithm.advantage.kind}" is for completions, not environments: '
                 "choose another"
             )
-        texts = [term.kind for term in algorithm.auxiliary if term.of != "completions"]
-        if texts:
+        if any(term.of != "completions" for term in algorithm.auxiliary):
             raise ValueError(
-                f'algorithm.auxiliary "{texts[0]}" is of texts, and environments have none: leave '
-                "it out"
+                "algorithm.auxiliary imitates texts, and environments have none: leave it out"
             )
         if algorithm.needs_groups and self.group_size < 2:
             raise ValueError(

@@ -89,9 +89,7 @@ class MixedDemonstrations(FrozenModel):
     batch_size: Count = 32
     """Examples of an optimizer step, drawn by the seed and the step."""
     max_tokens: Tokens | None = None
-    """The longest example; None: the model's context."""
-    overlong: Literal["cut", "drop"] = "cut"
-    """What happens to an example of more tokens; the number is reported."""
+    """Longer examples are cut there; None: the model's context."""
 
 
 class RolloutStage(StageConfig):
@@ -231,8 +229,7 @@ class RolloutStage(StageConfig):
                 "demonstrations.data holds the examples of algorithm.auxiliary.kind = "
                 '"demonstrations": set both or none of the two'
             )
-        streamed = () if self.demonstrations is None else self.demonstrations.data
-        if any(one.streams for one in streamed):
+        if self.demonstrations and any(one.streams for one in self.demonstrations.data):
             raise ValueError(
                 "demonstrations.data is drawn from as a whole, and a streamed set has no known "
                 "end: leave out options.streaming"
@@ -241,19 +238,13 @@ class RolloutStage(StageConfig):
 
     @property
     def imitated(self) -> ImitationSource | None:
-        chosen = self.demonstrations
-        if chosen is None:
+        if self.demonstrations is None:
             return None
         return ImitationSource(
-            data=chosen.data,
-            batch_size=chosen.batch_size,
-            loss_on="assistant",
-            packing=False,
-            max_tokens=chosen.max_tokens,
-            drops=chosen.overlong == "drop",
-            shuffle=True,
+            data=self.demonstrations.data,
+            batch_size=self.demonstrations.batch_size,
+            max_tokens=self.demonstrations.max_tokens,
             template_keywords=self.prompts.chat_template,
-            validation_rows=0,
             key="demonstrations.",
         )
 

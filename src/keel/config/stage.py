@@ -233,20 +233,18 @@ class DemonstrationSource:
 
 @dataclass(frozen=True, slots=True)
 class ImitationSource:
-    """The sets of examples that a stage imitates, and how they are read: as in `SFTStage`.
-
-    `key` is that of the table that holds `data`, with a dot, if that is not the stage itself.
-    """
+    """The sets of examples that a stage imitates, and how they are read: as in `SFTStage`; `key`
+    is that of the table with `data`, and a dot, if that is not the stage itself."""
 
     data: tuple[SFTData, ...]
     batch_size: int
-    loss_on: Literal["assistant", "all"]
-    packing: bool
     max_tokens: int | None
-    drops: bool
-    shuffle: bool
     template_keywords: Mapping[str, Any]
-    validation_rows: int
+    loss_on: Literal["assistant", "all"] = "assistant"
+    packing: bool = False
+    drops: bool = False
+    shuffle: bool = True
+    validation_rows: int = 0
     key: str = ""
 
     def limit(self, context: int | None) -> int | None:

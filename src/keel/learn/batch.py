@@ -212,11 +212,9 @@ class Batch(Actions):
 
     `tokens_T` are the sequences' tokens, `input_lengths` the number of each; `target_N` is the
     place of each completion token among the T. `prompt_lengths` is the number of tokens before each
-    completion, which neighbours of one group have in common; () where they have none.
-
-    Auxiliary terms score more tokens (M): `extra_target_M` are their places among the T, ascending,
-    `extra_lengths` the number in each sequence, and `imitated_M` whether they are of a
-    demonstration, a sequence without any of the N, or else of a reply. None where no term does.
+    completion, which neighbours of one group have in common; () where they have none. Auxiliary
+    terms may score more tokens, `extra_target_M`: of replies, or of demonstrations, which are
+    sequences without any of the N. `extra_lengths` is their number in each sequence.
     """
 
     tokens_T: Int[Tensor, " T"]
@@ -225,7 +223,6 @@ class Batch(Actions):
     prompt_lengths: tuple[int, ...] = ()
     extra_target_M: Int[Tensor, " M"] | None = None
     extra_lengths: tuple[int, ...] = ()
-    imitated_M: Bool[Tensor, " M"] | None = None
 
     @cached_property
     def shared(self) -> tuple[int, ...]:
@@ -242,30 +239,26 @@ class Batch(Actions):
     @cached_property
     def packed(self) -> Packed:
         """The model's view of the batch: a prompt once for all its neighbouring answers."""
-        return self._packed(self.target_N, self.lengths)
-
-    @cached_property
-    def read(self) -> tuple[Packed, Int[Tensor, " N+M"] | None]:
-        """The same with all tokens that are scored, and the place among them of each of the N and
-        then of each of the M; None without any of the latter."""
-        if self.extra_target_M is None:
-            return self.packed, None
-        own, extra = self.packed, self._packed(self.extra_target_M, self.extra_lengths)
-        both, order = torch.cat([own.target_N, extra.target_N]).sort()
-        return replace(own, target_N=both), order.argsort()
-
-    def _packed(self, target_N: Int[Tensor, " N"], lengths: Sequence[int]) -> Packed:
         if not any(self.shared):
-            return Packed(self.tokens_T, self.input_lengths, target_N)
-        device = target_N.device
+            return Packed(self.tokens_T, self.input_lengths, self.target_N)
+        device = self.target_N.device
         spans, follows, moved = _pieces(self.input_lengths, self.shared)
-        shift_N = upload(_repeated(moved, lengths), device)
+        shift_N = upload(_repeated(moved, self.lengths), device)
         return Packed(
             tokens_T=self.tokens_T[ranges(spans, device)],
             lengths=tuple(length for _, length in spans),
-            target_N=target_N + shift_N,
+            target_N=self.target_N + shift_N,
             follows=follows,
         )
+
+    @cached_property
+    def read(self) -> tuple[Packed, Int[Tensor, " N+M"] | None]:
+        """The same with the M scored too, and the places among all of the N and then of the M."""
+        if self.extra_target_M is None:
+            return self.packed, None
+        both, order = torch.cat([self.target_N, self.extra_target_M]).sort()
+        lengths = tuple(map(sum, zip(self.lengths, self.extra_lengths, strict=True)))
+        return replace(self, target_N=both, lengths=lengths).packed, order.argsort()
 
     @property
     def turn_N(self) -> Int[Tensor, " N"]:
@@ -277,6 +270,12 @@ class Batch(Actions):
         places = [min(at, max(len(gap_N) - 1, 0)) for at in first]
         start_S = turn_N[upload(places, self.device)] if len(gap_N) else turn_N
         return turn_N - start_S.repeat_interleave(self.lengths_S, output_size=len(gap_N))
+
+    @property
+    def imitated_M(self) -> Bool[Tensor, " M"]:
+        """Whether each of the M is of a demonstration."""
+        written_M = _repeated(self.lengths, self.extra_lengths)
+        return upload(written_M, self.device) == 0
 
     @property
     def sizes(self) -> PackedSizes:
@@ -296,12 +295,10 @@ class Batch(Actions):
             return -at.start if isinstance(at, slice) else upload(_repeated(by, counts), device)
 
         extra: dict[str, Any] = {}
-        if self.extra_target_M is not None and self.imitated_M is not None:
+        if self.extra_target_M is not None:
             counts = tuple(self.extra_lengths[i] for i in indices)
-            of = _places(self.extra_lengths, indices, device)
-            target_M = self.extra_target_M[of] + moved(counts)
-            imitated_M = self.imitated_M[of]
-            extra = {"extra_lengths": counts, "extra_target_M": target_M, "imitated_M": imitated_M}
+            own_M = self.extra_target_M[_places(self.extra_lengths, indices, device)]
+            extra = {"extra_lengths": counts, "extra_target_M": own_M + moved(counts)}
         return replace(
             chosen,
             tokens_T=self.tokens_T[at],
@@ -342,14 +339,9 @@ def from_groups(
             engine.extend(completion.log_probs[written].tolist())
             lengths.append(len(written))
     pairs = [(g, group, c) for g, group in enumerate(groups) for c in group.completions]
-    read: dict[str, Any] = {}
-    if replies:
-        extra_M = torch.tensor(extra, dtype=torch.long, device=device)
-        counts = tuple(len(c) - n for (_, _, c), n in zip(pairs, lengths, strict=True))
-        read = {"extra_target_M": extra_M, "extra_lengths": counts}
-        read["imitated_M"] = torch.zeros_like(extra_M, dtype=torch.bool)
     return Batch(
-        **read,
+        extra_target_M=torch.tensor(extra, dtype=torch.long, device=device) if replies else None,
+        extra_lengths=tuple(int((~c.written).sum()) for _, _, c in pairs if replies),
         tokens_T=torch.tensor(tokens, dtype=torch.long, device=device),
         input_lengths=tuple(len(group.prompt.tokens) + len(c) for _, group, c in pairs),
         prompt_lengths=tuple(len(group.prompt.tokens) for _, group, _ in pairs),
@@ -358,27 +350,6 @@ def from_groups(
         groups=tuple(g for g, _, _ in pairs),
         versions=tuple(c.weight_version for _, _, c in pairs),
         engine_log_prob_N=torch.tensor(engine, dtype=torch.float32, device=device),
-    )
-
-
-def with_demonstrations(batch: Batch, shown: Batch) -> Batch:
-    """The batch with further sequences, whose completions are not among its N but its M."""
-    none_M = shown.target_N[:0]
-    extra_M = none_M if batch.extra_target_M is None else batch.extra_target_M
-    imitated_M = none_M.bool() if batch.imitated_M is None else batch.imitated_M
-    count = shown.sequences
-    first = max(batch.groups, default=-1) + 1
-    return replace(
-        batch,
-        tokens_T=torch.cat([batch.tokens_T, shown.tokens_T]),
-        input_lengths=(*batch.input_lengths, *shown.input_lengths),
-        prompt_lengths=batch.prompt_lengths and (*batch.prompt_lengths, *shown.prompt_lengths),
-        lengths=(*batch.lengths, *(0,) * count),
-        groups=(*batch.groups, *range(first, first + count)),
-        versions=batch.versions and (*batch.versions, *(0,) * count),
-        extra_target_M=torch.cat([extra_M, shown.target_N + len(batch.tokens_T)]),
-        extra_lengths=(*(batch.extra_lengths or (0,) * batch.sequences), *shown.lengths),
-        imitated_M=torch.cat([imitated_M, torch.ones_like(shown.target_N, dtype=torch.bool)]),
     )
 
 

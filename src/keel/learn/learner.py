@@ -428,7 +428,7 @@ def by_gradient(
     surrogate. At least one sequence is among the first, so that each parameter has a gradient.
     """
     divergence = algorithm.loss_divergence is not None and beta != 0
-    auxiliary = any(term.active for term in algorithm.auxiliary)
+    auxiliary = any(term.coefficient for term in algorithm.auxiliary)
     other_terms = divergence or algorithm.value is not None or algorithm.entropy > 0 or auxiliary
     if other_terms or not algorithm.surrogate.reads_advantage:
         return list(range(batch.sequences)), []

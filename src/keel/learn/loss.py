@@ -27,7 +27,7 @@ from keel.algorithms.signals import LossSignals, Signals
 from keel.algorithms.spec import Algorithm
 from keel.algorithms.surrogates import CustomSurrogate
 from keel.learn.advantages import CORRECTION, MASK, SURROGATE, call_custom
-from keel.learn.batch import A, Actions, Batch, Estimates, TrainBatch, with_demonstrations
+from keel.learn.batch import A, Actions, Batch, Estimates, TrainBatch
 from keel.models.head import Scores, place_of_float64, widest
 from keel.objective import divergences, ratios, segments
 from keel.objective.gae import explained_variance
@@ -83,8 +83,11 @@ def _auxiliary_weights(
     if not algorithm.auxiliary:
         return None
     replies, place = sum(getattr(actions, "extra_lengths", ())), place_of_float64(actions.device)
-    counts = [torch.as_tensor(t.count(outcome_N, replies)).to(place) for t in algorithm.auxiliary]
-    count_K = torch.stack(counts).double()
+    counts = [torch.tensor(replies if term.of == "replies" else 0) for term in algorithm.auxiliary]
+    for at, term in enumerate(algorithm.auxiliary):
+        if term.of == "completions" and outcome_N is not None:  # it is 1 of each of its tokens
+            counts[at] = term.value(torch.ones_like(outcome_N), outcome_N).sum()
+    count_K = torch.stack([count.to(place, torch.float64) for count in counts])
     weight_K = count_K.new_tensor([term.coefficient for term in algorithm.auxiliary]) / count_K
     return widest(torch.where(count_K > 0, weight_K, 0.0), actions.device)
 
@@ -92,13 +95,26 @@ def _auxiliary_weights(
 def demonstrated(
     algorithm: Algorithm, batch: TrainBatch[Batch], shown: Batch, step: int
 ) -> TrainBatch[Batch]:
-    """An optimizer batch with the demonstrations that its step imitates too."""
-    term = algorithm.demonstrations
-    if term is None or not term.active or batch.auxiliary_K is None:
+    """An optimizer batch with the demonstrations that its step imitates too, as further sequences
+    whose tokens are not among the N but the M."""
+    term, own, count = algorithm.demonstrations, batch.actions, shown.sequences
+    if term is None or not term.coefficient or batch.auxiliary_K is None:
         return batch
     share, auxiliary_K = term.share(step), batch.auxiliary_K.clone()
     auxiliary_K[algorithm.auxiliary.index(term)] = share / _count(shown)
-    actions = with_demonstrations(batch.actions, shown)
+    replies_M = shown.target_N[:0] if own.extra_target_M is None else own.extra_target_M
+    first = max(own.groups, default=-1) + 1
+    actions = replace(
+        own,
+        tokens_T=torch.cat([own.tokens_T, shown.tokens_T]),
+        input_lengths=own.input_lengths + shown.input_lengths,
+        prompt_lengths=own.prompt_lengths and own.prompt_lengths + shown.prompt_lengths,
+        lengths=own.lengths + (0,) * count,
+        groups=(*own.groups, *range(first, first + count)),
+        versions=own.versions and own.versions + (0,) * count,
+        extra_target_M=torch.cat([replies_M, shown.target_N + len(own.tokens_T)]),
+        extra_lengths=(own.extra_lengths or (0,) * own.sequences) + shown.lengths,
+    )
     return replace(batch, actions=actions, auxiliary_K=auxiliary_K, share=1 - share)
 
 
@@ -307,14 +323,15 @@ def _auxiliary(algorithm: Algorithm, batch: TrainBatch[Any], scores: Scores) -> 
     own: Terms = {}
     others: Terms = {}
     for at, term in enumerate(algorithm.auxiliary):
-        if not term.active or batch.auxiliary_K is None:
+        if not term.coefficient or batch.auxiliary_K is None:
             continue
         imitates = term.of == "demonstrations"
         scale = batch.auxiliary_K[at].to(scores.log_prob_N) * -(1.0 if imitates else batch.share)
         if term.of == "completions":
-            own[term.kind] = scale, term.value(scores.log_prob_N, batch.outcome_N)
+            if batch.outcome_N is not None:
+                own[term.kind] = scale, term.value(scores.log_prob_N, batch.outcome_N)
         elif scores.extra_log_prob_M is not None:
-            value_M = term.value(scores.extra_log_prob_M, None)
+            value_M = term.value(scores.extra_log_prob_M)
             mine_M = batch.actions.imitated_M == imitates
             others[term.kind] = scale, torch.where(mine_M, value_M, 0.0)
     return own, others

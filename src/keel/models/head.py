@@ -86,10 +86,8 @@ class Scores:
         """These of R tokens, whose first `count` are at the first of the places: all of them, and
         of the others the log-probability alone."""
         every = {f.name: getattr(self, f.name) for f in fields(self)}
-        own: dict[str, Any] = {
-            name: None if x is None else x[place_R[:count]] for name, x in every.items()
-        }
-        return replace(self, **{**own, "extra_log_prob_M": self.log_prob_N[place_R[count:]]})
+        own: dict[str, Any] = {n: x[place_R[:count]] for n, x in every.items() if x is not None}
+        return replace(self, **own, extra_log_prob_M=self.log_prob_N[place_R[count:]])
 
 
 class ValueHead(nn.Module):

@@ -211,7 +211,7 @@ def sync(loop: RLLoop, number: int) -> None:
 def score(loop: RLLoop, rollouts: Rollouts) -> Batch:
     """The rollouts as a batch, with the scores that the algorithm needs before the first update."""
     learner, config = loop.learner, loop.loss
-    replies = loop.algorithm.reads_replies
+    replies = any(term.of == "replies" and term.coefficient for term in loop.algorithm.auxiliary)
     batch = from_groups(rollouts.groups, learner.device, replies=replies)
     if config.old_log_probs == "engine":
         batch = replace(batch, old_log_prob_N=batch.engine_log_prob_N)
@@ -236,7 +236,7 @@ def update_models(
     keep = _learnable(loop, rollouts)
     if not keep:
         return UpdateResult([], {})
-    schedule, algorithm = loop.schedule, loop.algorithm
+    schedule, algorithm, shown = loop.schedule, loop.algorithm, loop.algorithm.demonstrations
     seed = derive(loop.seed, "minibatches", number)
     own = loop.loss.ratio_to_itself
     batches = minibatches(
@@ -251,10 +251,11 @@ def update_models(
     rates = schedule.rates(number, progress.rate_scale)
     taken: list[tuple[Minibatch, Losses]] = []
     skipped = 0
-    for at, part in enumerate([*batches] * schedule.epochs):
-        drawn = replace(part.batch, seed=derive(seed, "masks", at))
+    for at, rolled_out in enumerate([*batches] * schedule.epochs):
+        drawn = replace(rolled_out.batch, seed=derive(seed, "masks", at))
         if loop.demonstrations is not None:
             drawn = demonstrated(algorithm, drawn, loop.demonstrations(number, at), number)
+        part = replace(rolled_out, batch=drawn)
         try:
             moved = bool(taken) or not loop.loss.score_old
             made = loop.learner.update(algorithm, drawn, progress.beta, rates, moved=moved)
@@ -267,9 +268,7 @@ def update_models(
                 skipped=skipped,
                 began=loop.learner.began,
                 weight=loop.learner.bad_weight,
-                diagnose=partial(
-                    _diagnose, loop, rollouts, replace(part, batch=drawn), progress.beta
-                ),
+                diagnose=partial(_diagnose, loop, rollouts, part, progress.beta),
                 keep=partial(write_batch, batch=drawn),
             )
             skipped += 1
@@ -284,7 +283,7 @@ def update_models(
         "learning_rate": rates[0] or 0.0,
         **({"value/learning_rate": rates[1]} if loop.learner.learns_values else {}),
         "beta": progress.beta,
-        **_shares(algorithm, number),
+        **({"demonstrations/share": shown.share(number)} if shown else {}),
     }
     tokens = [(part, losses.tokens) for part, losses in taken]
     return UpdateResult(batches, watched, tokens, skipped)
@@ -374,12 +373,6 @@ def _staleness(loop: RLLoop, rollouts: Rollouts, number: int) -> dict[str, float
         "rollout/staleness/mean": float(np.mean(behind)),
         "rollout/staleness/max": float(max(behind)),
     }
-
-
-def _shares(algorithm: Algorithm, number: int) -> dict[str, float]:
-    """The share of demonstrations in the objective, if there are any."""
-    term = algorithm.demonstrations
-    return {} if term is None else {"demonstrations/share": term.share(number)}
 
 
 def _reset_reference(loop: RLLoop, number: int) -> None:

@@ -187,28 +187,23 @@ def _diagnose(made: ExampleLoop[Any], batch: Any) -> tuple[Cause, str]:
 
 
 def mixed_in(run: RunContext, stage: StageConfig, seed: int) -> Callable[[int, int], Batch] | None:
-    """The demonstrations that a stage imitates besides what else it learns: those of an optimizer
-    step are a function of the seed, the step and its own number in that. None without any.
-
-    Of each optimizer step they are different examples, as far as there are so many.
-    """
+    """What a stage imitates besides what else it learns, if anything: different examples, as far as
+    there are so many, for each optimizer step, by the seed, the step and its own number in that."""
     source = stage.imitated
     if source is None:
         return None
     seeded, policy = run.recipe.seed, run.policy
     sets = [open_set(one, policy, source, at, seed=seeded) for at, one in enumerate(source.data)]
     _note_sets(run, stage.name, sets)
-    pool = [one for each in sets for one in each.examples]
-    share_of = [
-        one.weight / len(each.examples) for one, each in zip(source.data, sets, strict=True)
-    ]
-    shares = np.repeat(share_of, [len(each.examples) for each in sets])
+    pool = [one.group for each in sets for one in each.examples]
+    sizes = [len(each.examples) for each in sets]
+    shares = np.repeat([one.weight for one in source.data] / np.array(sizes), sizes)
 
     def batch(step: int, number: int) -> Batch:
         rng = np.random.default_rng(derive(seed, "demonstrations", step, number))
-        few, count = source.batch_size > len(pool), source.batch_size
-        drawn = rng.choice(len(pool), size=count, replace=few, p=shares / shares.sum())
-        return from_groups([pool[at].group for at in drawn], policy.device)
+        count = source.batch_size
+        drawn = rng.choice(len(pool), count, replace=count > len(pool), p=shares / shares.sum())
+        return from_groups([pool[at] for at in drawn], policy.device)
 
     return batch
 
