@@ -144,12 +144,25 @@ CORRECTIONS: dict[str, Algorithm] = {
     "normalise": algorithm(corrections=[{"kind": "truncate"}, {"kind": "normalise"}]),
     "custom": algorithm(corrections=CUSTOM),
 }
+AUXILIARY: dict[str, Algorithm] = {
+    **{kind: algorithm(auxiliary={"kind": kind}) for kind in sorted(kinds(spec.Auxiliary))},
+    "decaying": algorithm(
+        entropy=0.01,
+        auxiliary=[
+            {"kind": "positive_nll"},
+            {"kind": "replies"},
+            {"kind": "demonstrations", "coefficient": 0.9, "final": 0.05, "warmup_steps": 3,
+             "weighting": "none"},
+        ],
+    ),
+}  # fmt: skip
 FROM_PRESETS = {f"preset {name}": preset.algorithm for name, preset in PRESETS.items()}
 ALL: dict[str, Algorithm] = {
     **{f"{where} {kind}": found for where, table in (
         ("advantage", ADVANTAGES), ("ratio", RATIOS), ("surrogate", SURROGATES),
         ("weights", WEIGHTS), ("divergence", DIVERGENCES), ("other", OTHERS),
         ("mask", MASKS), ("correction", CORRECTIONS),
+        ("auxiliary", AUXILIARY),
     ) for kind, found in table.items()},
     **FROM_PRESETS,
 }  # fmt: skip

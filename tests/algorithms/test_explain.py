@@ -165,7 +165,7 @@ def test_what_the_recipe_sets_is_said_choice_by_choice() -> None:
 def test_an_unknown_preset_is_named_with_the_nearest() -> None:
     with pytest.raises(KeelError, match="unknown algorithm 'gmppo': did you mean 'gmpo'"):
         explain_preset("gmppo")
-    with pytest.raises(KeelError, match="known: cispo, clip_cov, dapo"):
+    with pytest.raises(KeelError, match="known: chord, cispo, clip_cov"):
         explain_algorithm(samples.algorithm(), "zzz")
 
 

@@ -96,6 +96,11 @@ CASES: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
         {"corrections": {"kind": "reject", "statistic": "k3", "cap": 0.01}},
     ),
     (
+        {"auxiliary": [{"kind": "replies"}, {"kind": "replies", "coefficient": 0.2}]},
+        'auxiliary.1 = "replies" is there a second time',
+        {"auxiliary": [{"kind": "replies"}, {"kind": "positive_nll"}]},
+    ),
+    (
         {"surrogate": {"kind": "real"}, "weights": {"kind": "token_mean"}},
         "is a loss of a whole group, of which each completion has a share",
         {"weights": {"kind": "sequence_mean"}},

@@ -13,12 +13,15 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch.distributed.device_mesh import init_device_mesh
 
+from keel.algorithms.auxiliary import DemonstrationNLL, PositiveNLL, Replies
 from keel.algorithms.presets import PRESETS
+from keel.algorithms.spec import Algorithm
 from keel.config.model import Autocast, BuildModel, Lora, Model
 from keel.config.stage import Optimizer
 from keel.learn.advantages import estimate, outcome
 from keel.learn.batch import TokenBudget, from_groups
 from keel.learn.learner import Learner
+from keel.learn.loss import demonstrated
 from keel.learn.optimizer import WeightOptimizer, trainable
 from keel.learn.ranks import ONE, Ranks
 from keel.models.policy import load_policy
@@ -31,6 +34,18 @@ Device = Literal["cpu", "cuda"]
 STEPS, PROMPTS, ANSWERS, MOST = 10, 4, 3, 24
 TOKENS = 64
 """The token budget: several micro-batches a rank, of different numbers."""
+
+
+AUXILIARY = (PositiveNLL(threshold=0.2), Replies(), DemonstrationNLL(coefficient=0.3))
+EXACT = "auxiliary"
+"""A case in which no part of a pass is in float32, so that sums differ by their order alone."""
+
+
+def algorithm_of(name: str) -> Algorithm:
+    """A preset's; that of the case `EXACT` has all auxiliary terms."""
+    if name == EXACT:
+        return PRESETS["dapo"].algorithm.model_copy(update={"auxiliary": AUXILIARY})
+    return PRESETS[name].algorithm
 
 
 def main(rank: int, count: int, rendezvous: str, case: str, out: Path, device: Device) -> None:
@@ -63,10 +78,13 @@ def built(
     autocast: Autocast = False,
 ) -> Learner:
     """The learner of a preset, of a small Llama; sharded if there are several ranks."""
-    algorithm = PRESETS[name].algorithm
+    algorithm = algorithm_of(name)
     build = BuildModel(hidden_size=32, layers=2, heads=4, kv_heads=2, context=64)
     adapter = Lora(rank=4, alpha=8.0) if lora else None
     model = Model(build=build, lora=adapter, device=device, autocast=autocast)
+    if name == EXACT:
+        build = BuildModel(family="gpt2", hidden_size=32, layers=2, heads=4, context=64)
+        model = Model(build=build, device=device, dtype="float64", autocast=False)
     policy = load_policy(model, seed=0)
     reference = reference_for(policy)
     critic = None if algorithm.value is None else critic_from_policy(policy)
@@ -92,22 +110,25 @@ def built(
 
 def step(learner: Learner, name: str, number: int) -> list[dict[str, float]]:
     """The updates on one batch of random completions; their metrics."""
-    algorithm = PRESETS[name].algorithm
-    return [
-        dict(learner.update(algorithm, part.batch, 0.05, (1e-3, 1e-3)).metrics)
-        for part in parts_of(learner, name, number)
-    ]
+    algorithm, found = algorithm_of(name), []
+    for part in parts_of(learner, name, number):
+        batch = part.batch
+        if algorithm.demonstrations:
+            shown = from_groups(sampled(number + 1)[0], learner.policy.device)
+            batch = demonstrated(algorithm, batch, shown.select(range(5)), 1)
+        found.append(dict(learner.update(algorithm, batch, 0.05, (1e-3, 1e-3)).metrics))
+    return found
 
 
 def parts_of(learner: Learner, name: str, number: int) -> list[Minibatch]:
     """A batch of random completions, scored, in two mini-batches."""
-    preset = PRESETS[name]
+    algorithm = algorithm_of(name)
     groups, results = sampled(number)
-    batch = from_groups(groups, learner.policy.device)
+    batch = from_groups(groups, learner.policy.device, replies=name == EXACT)
     batch = learner.score(batch, old=True, reference=True)
-    estimates = estimate(preset.algorithm, batch, outcome(groups, results, None), 0.05)
+    estimates = estimate(algorithm, batch, outcome(groups, results, None), 0.05)
     return minibatches(
-        preset.algorithm, batch, estimates, range(batch.sequences),
+        algorithm, batch, estimates, range(batch.sequences),
         count=2, max_tokens=MOST, seed=number,
     )  # fmt: skip
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 import keel.objective
 from keel.objective import (
+    auxiliary,
     background,
     baselines,
     corrections,
@@ -201,6 +202,8 @@ EXAMPLES: dict[Function, Example] = {
     corrections.outlier_mask: example({**MISMATCH, "floor": 0.5, "cap": 2.0}),
     corrections.reject: example({**MISMATCH, "statistic": "k3", "over": "max", "cap": 0.3}),
     corrections.normalise: example({**OWN, "level": "sequence"}, weight_N=n(1).exp()),
+    auxiliary.of_right: example({"threshold": 0.1}, log_prob_N=n(1), outcome_N=n(2)),
+    auxiliary.uncertain: example({"log_prob_M": -n(1).abs()}),
     masks.top_entropy: example({"entropy_N": n(1), "share": 0.4}),
     masks.off_policy: example(
         {"log_prob_N": n(1), "engine_log_prob_N": n(2), "advantage_N": n(3), **OWN, "bound": 0.1}),

@@ -271,6 +271,7 @@ def sampling(**keys: object) -> SamplingSource:
 
 
 GSPO = {"preset": "gspo"}
+SHOWN = {"data": [{"name": "my_lab.data:rows"}]}
 TEACHER = {"name": "a/teacher"}
 OBJECTIVES: list[tuple[dict[str, object], str | None]] = [
     ({"rollout": {"overlong_buffer": 256}}, None),
@@ -303,7 +304,9 @@ OBJECTIVES: list[tuple[dict[str, object], str | None]] = [
     ({"algorithm": {"preset": "grpo", "surrogate": {"high": 0.28}}}, None),
     *(
         (
-            {"algorithm": name} | ({"teacher": TEACHER} if preset.algorithm.needs_teacher else {}),
+            {"algorithm": name}
+            | ({"teacher": TEACHER} if preset.algorithm.needs_teacher else {})
+            | ({"demonstrations": SHOWN} if preset.algorithm.demonstrations else {}),
             None,
         )
         for name, preset in PRESETS.items()

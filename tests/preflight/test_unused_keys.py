@@ -66,6 +66,7 @@ def imitating(task: dict[str, Any] | None = None, **data: Any) -> dict[str, Any]
 
 SAMPLED: dict[str, Any] = {"tasks": [TASK]}
 PAIRWISE = {"model": "m", "mode": "pairwise"}
+SHOWN = "algorithm=chord demonstrations.data=[{name='a:b'}]"
 SERVED = "algorithm.corrections.kind=truncate rollout.engine=vllm"
 URL = f"{SERVED} rollout.vllm.url=http://127.0.0.1:8000"
 OVERRIDES = f"""
@@ -110,6 +111,7 @@ algorithm=dppo_tv minibatches=1 algorithm.masks.0.high=0.1
 algorithm=dppo_kl minibatches=1 algorithm.masks.0.low=0.1
 algorithm=dppo_kl minibatches=1 algorithm.masks.0.high=0.1
 algorithm=m2po minibatches=1 algorithm.masks.0.bound=0.1
+{SHOWN} algorithm.auxiliary.0.decay_steps=9
 algorithm.divergence.beta=0.0 algorithm.divergence.estimator=k2
 algorithm=ppo_kl_penalty algorithm.divergence.adaptive.horizon=50.0
 algorithm=ppo epochs=1 algorithm.value.clip=0.5
@@ -216,6 +218,7 @@ algorithm=dppo_tv minibatches=2 algorithm.masks.0.high=0.1
 algorithm=dppo_kl minibatches=2 algorithm.masks.0.low=0.1
 algorithm=dppo_kl minibatches=2 algorithm.masks.0.high=0.1
 algorithm=m2po minibatches=2 algorithm.masks.0.bound=0.1
+algorithm=chord demonstrations.data=[{name='a:b'}] algorithm.auxiliary={final=0.0,decay_steps=9}
 algorithm=ppo algorithm.value.clip=0.5 value.optimizer.learning_rate=1e-4
 algorithm=ppo algorithm.divergence.beta=0.0 reference.measured=true
 reference.measured=true

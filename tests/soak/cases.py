@@ -23,7 +23,7 @@ from keel.data.tasks import BaseTask
 from keel.runs.reader import Run
 from keel.types import Completion, Prompt, Split
 from tests.training import judged
-from tests.training.small import save_teacher, small
+from tests.training.small import SHOWN, needs, small
 
 Make = Callable[[Path], Recipe]
 """The recipe, with the data it needs put into a folder."""
@@ -72,9 +72,7 @@ def _preset(name: str) -> tuple[Make, Shows]:
     algorithm = PRESETS[name].algorithm
     reward = STEPWISE if algorithm.needs_steps else DENSE
     own = (f"algorithm.preset={name}", reward, "evaluation.prompts=4", "steps=3")
-    if not algorithm.needs_teacher:
-        return _rl(*own)
-    return (lambda folder: small(*own, save_teacher(folder / "teacher"))), lambda run: True
+    return (lambda folder: small(*own, *needs(name, folder / "teacher"))), lambda run: True
 
 
 def _kept(run: Run) -> bool:
@@ -129,6 +127,14 @@ LOOPS: dict[str, tuple[Make, Shows]] = {
         "rollout.max_turns=3",
         "rollout.max_tokens=14",
         shows=lambda run: any(not all(row["written"]) for row in run.rollouts(1)),
+    ),
+    "auxiliary": _rl(
+        "tasks=[{name='tests.soak.cases:echo'}]",
+        "rewards.functions=[{function='tests.soak.cases:brevity'}]",
+        *("rollout.max_turns=3", "rollout.max_tokens=14", "minibatches=2", "epochs=2", SHOWN, LORA),
+        "algorithm.auxiliary=[{kind='positive_nll'}, {kind='replies'}, {kind='demonstrations', "
+        "final=0.02, decay_steps=3}]",
+        shows=_varies("demonstrations/share"),
     ),
     "ahead": _rl(*AHEAD, "minibatches=2", FAST_RATE, "steps=5"),
     "ahead-lora-reset": _rl(

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from keel.algorithms.presets import PRESETS
 from keel.config.load import load_recipe
 from keel.config.schema import Recipe
 from keel.models.policy import load_policy
@@ -41,6 +42,21 @@ def save_teacher(folder: Path, seed: int = 5) -> str:
     """Saves a random model that may teach the recipe `tiny`; the override that names it."""
     load_policy(small().model, seed).save(folder)
     return f"teacher.name={folder}"
+
+
+SHOWN = "demonstrations={data=[{name='tests.training.small:sorted_digits'}], batch_size=6}"
+
+
+def sorted_digits() -> list[dict[str, str]]:
+    """Demonstrations for the recipe `tiny`: all numbers of three digits, sorted."""
+    return [{"prompt": f"{n}>", "completion": "".join(sorted(str(n)))} for n in range(100, 1000)]
+
+
+def needs(preset: str, folder: Path) -> tuple[str, ...]:
+    """The overrides for what a preset reads besides rewards; a teacher is saved to the folder."""
+    algorithm = PRESETS[preset].algorithm
+    teacher = (save_teacher(folder),) if algorithm.needs_teacher else ()
+    return (*teacher, *((SHOWN,) if algorithm.demonstrations else ()))
 
 
 def metrics(folder: RunFolder) -> list[dict[str, Any]]:

@@ -30,7 +30,7 @@ from keel.types import KeelError
 
 _CHOICES: Final = (
     "advantage", "ratio", "surrogate", "masks", "weights", "divergence", "value", "entropy",
-    "corrections",
+    "auxiliary", "corrections",
 )  # fmt: skip
 
 
@@ -206,6 +206,8 @@ def _terms(algorithm: Algorithm, setting: Setting, sources: Mapping[str, str]) -
         )
     if algorithm.entropy > 0:
         yield term("entropy", "H_n", "Entropy bonus", "exact", describe_entropy(algorithm.entropy))
+    for one in algorithm.auxiliary:
+        yield term("auxiliary", r"\ell", "Auxiliary term", one.kind, one.describe(), one.source)
     for at, c in enumerate(algorithm.corrections):
         found = _following(c.describe()) if at and c.multiplies else c.describe()
         yield term("corrections", "c_n", "Off-policy correction", c.kind, found, c.source)
@@ -254,6 +256,12 @@ def _objective(algorithm: Algorithm, setting: Setting) -> tuple[Equation, ...]:
         parts.append(rf"- {d.symbol} \sum_n w_n \cdot {d.summand}")
     if algorithm.entropy > 0:
         parts.append(rf"+ {number(algorithm.entropy)} \cdot \frac{{1}}{{N}} \cdot \sum_n H_n")
+    for one in sorted(algorithm.auxiliary, key=lambda one: one.of == "demonstrations"):
+        added, symbol = one.describe().equations
+        if one.coefficient and one.of == "demonstrations":
+            parts[0], parts[-1] = rf"(1 - \kappa) ({parts[0]}", f"{parts[-1]})"
+            details.append(symbol)
+        parts += [f"+ {added.parts[0]}"] if one.coefficient else []
     lines = [Equation(r"J(\theta)", tuple(parts)), *details]
     if d is not None:
         lines += d.in_reward(algorithm)

@@ -1,4 +1,5 @@
-"""An algorithm as data: five choices, and optional masks, value loss, entropy bonus, corrections.
+"""An algorithm as data: five choices, and optional masks, value loss, entropy bonus, corrections,
+auxiliary terms.
 
     J(θ) = Σ_n w_n m_n c_n · s(ρ_n(θ), A_n)  −  β Σ_n w_n · D_n(θ)
 
@@ -15,6 +16,7 @@ from pydantic import BeforeValidator, model_validator
 
 from keel.algorithms import group_advantages, weighted  # noqa: F401  (their kinds)
 from keel.algorithms.advantages import AdvantageTerm
+from keel.algorithms.auxiliary import AuxiliaryTerm, DemonstrationNLL
 from keel.algorithms.corrections import CorrectionTerm
 from keel.algorithms.losses import Divergence, ValueLoss
 from keel.algorithms.masks import MaskTerm
@@ -46,11 +48,13 @@ if TYPE_CHECKING:
     Surrogate = SurrogateTerm
     Mask = MaskTerm
     Correction = CorrectionTerm
+    Auxiliary = AuxiliaryTerm
 else:
     Advantage = one_of(AdvantageTerm)
     Surrogate = one_of(SurrogateTerm)
     Mask = one_of(MaskTerm)
     Correction = one_of(CorrectionTerm)
+    Auxiliary = one_of(AuxiliaryTerm)
 
 
 def _truncating(corrections: Any) -> Any:
@@ -75,6 +79,7 @@ class Algorithm(FrozenModel):
     entropy: Coefficient = 0.0
     masks: Annotated[tuple[Mask, ...], AsTuple] = ()
     corrections: Annotated[tuple[Correction, ...], BeforeValidator(_truncating), AsTuple] = ()
+    auxiliary: Annotated[tuple[Auxiliary, ...], AsTuple] = ()
 
     @model_validator(mode="after")
     def _goes_together(self) -> Algorithm:
@@ -154,6 +159,12 @@ class Algorithm(FrozenModel):
         return self.surrogate.whole_batch or any(mask.whole_batch for mask in self.masks)
 
     @property
+    def demonstrations(self) -> DemonstrationNLL | None:
+        """The term that imitates demonstrations, if there is one."""
+        found = (t for t in self.auxiliary if t.of == "demonstrations")
+        return next(found, None)  # type: ignore[return-value]
+
+    @property
     def weighs(self) -> bool:
         """Whether a correction weighs tokens by the policy against the engine."""
         return any(one.weighs or one.kind == "custom" for one in self.corrections)
@@ -215,6 +226,7 @@ Choice = Literal[
     "divergence",
     "value",
     "entropy",
+    "auxiliary",
     "epochs",
 ]
 
@@ -257,6 +269,10 @@ def contradictions(algorithm: Algorithm) -> Iterator[str]:
             'completion has a share: set weights.kind = "sequence_mean"'
         )
     yield from _of_corrections(algorithm)
+    kinds = [term.kind for term in algorithm.auxiliary]
+    for at, one in enumerate(kinds):
+        if one in kinds[:at]:
+            yield f'auxiliary.{at} = "{one}" is there a second time: leave one out'
     kind = algorithm.advantage.kind
     if algorithm.ratio_per_sequence and algorithm.per_token_advantage:
         yield (

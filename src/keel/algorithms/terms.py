@@ -175,7 +175,7 @@ def user_function(entry: str, options: dict[str, Any], arguments: str) -> tuple[
 
 TermKey = Literal[
     "advantage", "ratio", "surrogate", "masks", "weights", "divergence", "value", "entropy",
-    "corrections", "epochs",
+    "auxiliary", "corrections", "epochs",
 ]  # fmt: skip
 
 

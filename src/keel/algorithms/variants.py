@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+from keel.algorithms.advantages import GAE
+from keel.algorithms.auxiliary import DemonstrationNLL, PositiveNLL
 from keel.algorithms.group_advantages import (
     BestOfGroup,
     GroupRelative,
@@ -12,6 +14,7 @@ from keel.algorithms.group_advantages import (
     RescaledBaseline,
     SeparatelyNormalised,
 )
+from keel.algorithms.losses import ValueLoss
 from keel.algorithms.masks import BinaryKL, ClipCov, SecondMoment, TotalVariation
 from keel.algorithms.ratios import Weights
 from keel.algorithms.spec import Algorithm, Preset
@@ -162,6 +165,28 @@ VARIANTS: Final = (
         "lite_ppo", "Group mean, standard deviation of the batch", "arXiv:2508.08221",
         advantage=GroupRelative(scale="batch"),
         sources={"advantage": "arXiv:2508.08221"},
+    ),
+    _variant(
+        "vapo", "Value-based augmented proximal policy optimisation", "arXiv:2504.05118",
+        advantage=GAE(gamma=1.0, adaptive_alpha=0.05, critic_lam=1.0),
+        surrogate=Clip(low=0.2, high=0.28), value=ValueLoss(coefficient=0.1, clip=0.2),
+        auxiliary=(PositiveNLL(),), minibatches=16,
+        sources={
+            "advantage": "arXiv:2504.05118 §4.1-4.2, α 0.05",
+            "surrogate": "arXiv:2504.05118 §4.3, ε 0.2 and 0.28",
+            "value": f"coefficient and clip: {CHOICE}, as ppo",
+            "auxiliary": f"arXiv:2504.05118 §4.3, μ 0.1; right above 0: {CHOICE}; for its value "
+            "pretraining set value.warmup_steps = 50",
+        },
+    ),
+    _variant(
+        "chord", "GRPO and demonstrations in one step, by how unsure the policy is of their tokens",
+        "arXiv:2508.11408",
+        auxiliary=(DemonstrationNLL(),), weights="token_mean",
+        sources={
+            "weights": f"token mean: {CHOICE}",
+            "auxiliary": f"arXiv:2508.11408, CHORD-φ; μ 0.1: {CHOICE}, its code's",
+        },
     ),
     _variant(
         "otb", "Optimal token baseline", "Li et al. 2026, The Optimal Token Baseline",

@@ -232,6 +232,10 @@ class PolicyGradientStage(FrozenModel):
                 f'advantage "{algorithm.advantage.kind}" is for completions, not environments: '
                 "choose another"
             )
+        if any(term.of != "completions" for term in algorithm.auxiliary):
+            raise ValueError(
+                "algorithm.auxiliary imitates texts, and environments have none: leave it out"
+            )
         if algorithm.needs_groups and self.group_size < 2:
             raise ValueError(
                 f'advantage "{algorithm.advantage.kind}" compares episodes from one start state: '
@@ -315,7 +319,7 @@ def algorithms() -> list[str]:
     rows = {
         name
         for name, p in PRESETS.items()
-        if not (p.algorithm.needs_greedy or p.algorithm.needs_steps)
+        if not (p.algorithm.needs_greedy or p.algorithm.needs_steps or p.algorithm.demonstrations)
     }
     return sorted(own | rows)
 

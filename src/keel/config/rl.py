@@ -11,7 +11,7 @@ from keel.algorithms.presets import PRESETS
 from keel.algorithms.terms import AsTuple, FrozenModel, UnusedIf
 from keel.config.benchmarks import with_graders
 from keel.config.evaluation import Evaluation, SamplingSource
-from keel.config.fields import Count, Index, MicroBatchTokens, StageName
+from keel.config.fields import Count, Index, MicroBatchTokens, StageName, Tokens
 from keel.config.layers import resolve_algorithm
 from keel.config.model import TeacherModel
 from keel.config.sources import (
@@ -21,9 +21,10 @@ from keel.config.sources import (
     Prompts,
     Rewards,
     Rollout,
+    SFTData,
     TaskSource,
 )
-from keel.config.stage import Optimizer, StageConfig
+from keel.config.stage import ImitationSource, Optimizer, StageConfig
 
 if TYPE_CHECKING:
     from keel.algorithms.render import Explanation
@@ -80,6 +81,17 @@ class MeasuredReferenceConfig(ReferenceConfig):
     """Log the divergence to the reference even if it is not in the objective (β = 0)."""
 
 
+class MixedDemonstrations(FrozenModel):
+    """Examples that are imitated in the same optimizer steps (`algorithm.auxiliary`)."""
+
+    data: Annotated[tuple[SFTData, ...], AsTuple, Field(min_length=1)]
+    """Sets of examples, each with its weight; the assistant's turns are imitated."""
+    batch_size: Count = 32
+    """Examples of an optimizer step, drawn by the seed and the step."""
+    max_tokens: Tokens | None = None
+    """Longer examples are cut there; None: the model's context."""
+
+
 class RolloutStage(StageConfig):
     """What a stage has that learns from its own rollouts by an algorithm."""
 
@@ -109,6 +121,8 @@ class RolloutStage(StageConfig):
     reference: MeasuredReferenceConfig = MeasuredReferenceConfig()
     teacher: TeacherModel | None = None
     """The teacher of on-policy distillation."""
+    demonstrations: MixedDemonstrations | None = None
+    """The examples of the auxiliary term `demonstrations`."""
     evaluation: Evaluation = Evaluation()
     rollouts_every: Annotated[Index, PAST_THE_END] = 1
     """Write the rollouts of every n-th step; 0 writes none."""
@@ -207,6 +221,32 @@ class RolloutStage(StageConfig):
                 'teacher: set algorithm = "opd", or teacher = "none"'
             )
         return self
+
+    @model_validator(mode="after")
+    def _demonstrations_are_read(self) -> RolloutStage:
+        if (self.algorithm.demonstrations is None) != (self.demonstrations is None):
+            raise ValueError(
+                "demonstrations.data holds the examples of algorithm.auxiliary.kind = "
+                '"demonstrations": set both or none of the two'
+            )
+        if self.demonstrations and any(one.streams for one in self.demonstrations.data):
+            raise ValueError(
+                "demonstrations.data is drawn from as a whole, and a streamed set has no known "
+                "end: leave out options.streaming"
+            )
+        return self
+
+    @property
+    def imitated(self) -> ImitationSource | None:
+        if self.demonstrations is None:
+            return None
+        return ImitationSource(
+            data=self.demonstrations.data,
+            batch_size=self.demonstrations.batch_size,
+            max_tokens=self.demonstrations.max_tokens,
+            template_keywords=self.prompts.chat_template,
+            key="demonstrations.",
+        )
 
     @property
     def samples_only(self) -> bool:

@@ -233,17 +233,19 @@ class DemonstrationSource:
 
 @dataclass(frozen=True, slots=True)
 class ImitationSource:
-    """The sets of examples that a stage imitates, and how they are read: as in `SFTStage`."""
+    """The sets of examples that a stage imitates, and how they are read: as in `SFTStage`; `key`
+    is that of the table with `data`, and a dot, if that is not the stage itself."""
 
     data: tuple[SFTData, ...]
     batch_size: int
-    loss_on: Literal["assistant", "all"]
-    packing: bool
     max_tokens: int | None
-    drops: bool
-    shuffle: bool
     template_keywords: Mapping[str, Any]
-    validation_rows: int
+    loss_on: Literal["assistant", "all"] = "assistant"
+    packing: bool = False
+    drops: bool = False
+    shuffle: bool = True
+    validation_rows: int = 0
+    key: str = ""
 
     def limit(self, context: int | None) -> int | None:
         """The most tokens of an example, with a model of this context."""
@@ -366,7 +368,7 @@ class StageConfig(FrozenModel):
         return () if self.sampling is None else self.sampling.tasks
 
     @property
-    def demonstrations(self) -> DemonstrationSource | None:
+    def demonstrated(self) -> DemonstrationSource | None:
         """The demonstrations that the policy imitates, if the stage has any."""
         return None
 

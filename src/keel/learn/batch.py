@@ -151,7 +151,8 @@ class TrainBatch(Generic[A]):
     all its actions, for value loss and entropy; `metric_weight`, 1/N of the actions that enter the
     loss, for metrics. So were the factors of the surrogate: `correction_N`, `kept_N` of the masks
     and `prepared_N` of the surrogate itself, where the algorithm has any that read all of it.
-    `seed` is the optimizer step's.
+    `auxiliary_K` is what each auxiliary term multiplies the sum over its tokens with, and `share`
+    what demonstrations leave to all other terms. `seed` is the optimizer step's.
     """
 
     actions: A
@@ -164,6 +165,8 @@ class TrainBatch(Generic[A]):
     correction_N: Float[Tensor, " N"] | None = None
     kept_N: Bool[Tensor, " N"] | None = None
     prepared_N: Float[Tensor, " N *K"] | None = None
+    auxiliary_K: Float[Tensor, " K"] | None = None
+    share: float = 1.0
     seed: int = 0
 
     @property
@@ -209,13 +212,17 @@ class Batch(Actions):
 
     `tokens_T` are the sequences' tokens, `input_lengths` the number of each; `target_N` is the
     place of each completion token among the T. `prompt_lengths` is the number of tokens before each
-    completion, which neighbours of one group have in common; () where they have none.
+    completion, which neighbours of one group have in common; () where they have none. Auxiliary
+    terms may score more tokens, `extra_target_M`: of replies, or of demonstrations, which are
+    sequences without any of the N. `extra_lengths` is their number in each sequence.
     """
 
     tokens_T: Int[Tensor, " T"]
     input_lengths: tuple[int, ...]
     target_N: Int[Tensor, " N"]
     prompt_lengths: tuple[int, ...] = ()
+    extra_target_M: Int[Tensor, " M"] | None = None
+    extra_lengths: tuple[int, ...] = ()
 
     @cached_property
     def shared(self) -> tuple[int, ...]:
@@ -244,6 +251,15 @@ class Batch(Actions):
             follows=follows,
         )
 
+    @cached_property
+    def read(self) -> tuple[Packed, Int[Tensor, " N+M"] | None]:
+        """The same with the M scored too, and the places among all of the N and then of the M."""
+        if self.extra_target_M is None:
+            return self.packed, None
+        both, order = torch.cat([self.target_N, self.extra_target_M]).sort()
+        lengths = tuple(map(sum, zip(self.lengths, self.extra_lengths, strict=True)))
+        return replace(self, target_N=both, lengths=lengths).packed, order.argsort()
+
     @property
     def turn_N(self) -> Int[Tensor, " N"]:
         """The turn of each token in its sequence, from 0: a new one begins after tool output."""
@@ -254,6 +270,12 @@ class Batch(Actions):
         places = [min(at, max(len(gap_N) - 1, 0)) for at in first]
         start_S = turn_N[upload(places, self.device)] if len(gap_N) else turn_N
         return turn_N - start_S.repeat_interleave(self.lengths_S, output_size=len(gap_N))
+
+    @property
+    def imitated_M(self) -> Bool[Tensor, " M"]:
+        """Whether each of the M is of a demonstration."""
+        written_M = _repeated(self.lengths, self.extra_lengths)
+        return upload(written_M, self.device) == 0
 
     @property
     def sizes(self) -> PackedSizes:
@@ -267,18 +289,23 @@ class Batch(Actions):
         chosen = super().select(indices)
         input_lengths = tuple(self.input_lengths[i] for i in indices)
         at = _places(self.input_lengths, indices, device)
-        moved: Tensor | int = 0
-        if isinstance(at, slice):
-            moved = -at.start
-        else:
-            by = [new - first[i] for new, i in zip(starts(input_lengths), indices, strict=True)]
-            moved = upload(_repeated(by, chosen.lengths), device)
+        by = [new - first[i] for new, i in zip(starts(input_lengths), indices, strict=True)]
+
+        def moved(counts: Sequence[int]) -> Tensor | int:
+            return -at.start if isinstance(at, slice) else upload(_repeated(by, counts), device)
+
+        extra: dict[str, Any] = {}
+        if self.extra_target_M is not None:
+            counts = tuple(self.extra_lengths[i] for i in indices)
+            own_M = self.extra_target_M[_places(self.extra_lengths, indices, device)]
+            extra = {"extra_lengths": counts, "extra_target_M": own_M + moved(counts)}
         return replace(
             chosen,
             tokens_T=self.tokens_T[at],
             input_lengths=input_lengths,
             prompt_lengths=tuple(self.prompt_lengths[i] for i in indices if self.prompt_lengths),
-            target_N=chosen.target_N + moved,
+            target_N=chosen.target_N + moved(chosen.lengths),
+            **extra,
         )
 
     def spans(self, token_budget: int) -> list[range]:
@@ -292,10 +319,14 @@ class Batch(Actions):
         return [self] if len(spans) == 1 else [self.select(span) for span in spans]
 
 
-def from_groups(groups: Sequence[Group], device: torch.device | str = "cpu") -> Batch:
-    """The batch of all completions of the groups, in order; only written tokens are among the N."""
+def from_groups(
+    groups: Sequence[Group], device: torch.device | str = "cpu", *, replies: bool = False
+) -> Batch:
+    """The batch of all completions of the groups, in order; only written tokens are among the N,
+    and with `replies` the others of completions among the M."""
     tokens: list[int] = []
     targets: list[int] = []
+    extra: list[int] = []
     engine: list[float] = []
     lengths: list[int] = []
     for group in groups:
@@ -303,11 +334,14 @@ def from_groups(groups: Sequence[Group], device: torch.device | str = "cpu") -> 
             tokens.extend(group.prompt.tokens)
             written = completion.written.nonzero()[0]
             targets.extend((written + len(tokens)).tolist())
+            extra.extend(((~completion.written).nonzero()[0] + len(tokens)).tolist())
             tokens.extend(completion.tokens.tolist())
             engine.extend(completion.log_probs[written].tolist())
             lengths.append(len(written))
     pairs = [(g, group, c) for g, group in enumerate(groups) for c in group.completions]
     return Batch(
+        extra_target_M=torch.tensor(extra, dtype=torch.long, device=device) if replies else None,
+        extra_lengths=tuple(int((~c.written).sum()) for _, _, c in pairs if replies),
         tokens_T=torch.tensor(tokens, dtype=torch.long, device=device),
         input_lengths=tuple(len(group.prompt.tokens) + len(c) for _, group, c in pairs),
         prompt_lengths=tuple(len(group.prompt.tokens) for _, group, _ in pairs),

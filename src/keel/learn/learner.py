@@ -133,13 +133,16 @@ class Learner:
         """The current models' scores that the loss reads, with gradients."""
         divergence = algorithm.loss_divergence
         full = divergence is not None and divergence.estimator == "full"
+        packed, places = batch.read
         scores = self.policy.scores(
-            batch.packed,
+            packed,
             self.temperature,
             entropy=True,
             value_head=self.value_head,
             reference=self.reference if full else None,
         )
+        if places is not None:
+            scores = scores.parted(places, len(batch.target_N))
         if self.critic is not None:
             scores = replace(scores, value_N=self.critic.values(batch.packed))
         return scores
@@ -425,7 +428,8 @@ def by_gradient(
     surrogate. At least one sequence is among the first, so that each parameter has a gradient.
     """
     divergence = algorithm.loss_divergence is not None and beta != 0
-    other_terms = divergence or algorithm.value is not None or algorithm.entropy > 0
+    auxiliary = any(term.coefficient for term in algorithm.auxiliary)
+    other_terms = divergence or algorithm.value is not None or algorithm.entropy > 0 or auxiliary
     if other_terms or not algorithm.surrogate.reads_advantage:
         return list(range(batch.sequences)), []
     changes_N = (batch.advantage_N != 0).to(torch.float32)

@@ -1,6 +1,7 @@
 """The loss of an algorithm: what its terms compute, added up.
 
     loss = −Σ_n w_n m_n c_n s(ρ_n, A_n) + β Σ_n w_n D_n + a/N Σ_n ½(V_n − R_n)² − b/N Σ_n H_n
+         − the auxiliary terms
 
 `w` and `c` were set once for the whole optimizer batch, and so was what masks and surrogates read
 of all of it: losses of micro-batches, and of ranks, add up.
@@ -26,7 +27,7 @@ from keel.algorithms.signals import LossSignals, Signals
 from keel.algorithms.spec import Algorithm
 from keel.algorithms.surrogates import CustomSurrogate
 from keel.learn.advantages import CORRECTION, MASK, SURROGATE, call_custom
-from keel.learn.batch import A, Actions, Estimates, TrainBatch
+from keel.learn.batch import A, Actions, Batch, Estimates, TrainBatch
 from keel.models.head import Scores, place_of_float64, widest
 from keel.objective import divergences, ratios, segments
 from keel.objective.gae import explained_variance
@@ -52,6 +53,7 @@ def prepare(
     lengths_S = lengths_S.to(place_of_float64(own))
     weight_N = widest(algorithm.weights.value(lengths_S, max_tokens), own)
     token_weight = 1 / _count(actions)
+    auxiliary_K = _auxiliary_weights(algorithm, actions, estimates.outcome_N)
     if keep is not None and len(keep) < actions.sequences:
         index_K = actions.action_index(keep)
         weight_N, estimates = weight_N[index_K], estimates.select(index_K)
@@ -68,8 +70,52 @@ def prepare(
         1 / _count(actions),
         outcome_N=estimates.outcome_N,
         correction_N=corrected(algorithm, actions) if algorithm.corrections else None,
+        auxiliary_K=auxiliary_K,
         seed=seed,
     )
+
+
+def _auxiliary_weights(
+    algorithm: Algorithm, actions: Actions, outcome_N: Tensor | None
+) -> Float[Tensor, " K"] | None:
+    """Each auxiliary term's coefficient over the number of its tokens; 0 of one whose tokens are
+    not there yet."""
+    if not algorithm.auxiliary:
+        return None
+    replies, place = sum(getattr(actions, "extra_lengths", ())), place_of_float64(actions.device)
+    counts = [torch.tensor(replies if term.of == "replies" else 0) for term in algorithm.auxiliary]
+    for at, term in enumerate(algorithm.auxiliary):
+        if term.of == "completions" and outcome_N is not None:  # it is 1 of each of its tokens
+            counts[at] = term.value(torch.ones_like(outcome_N), outcome_N).sum()
+    count_K = torch.stack([count.to(place, torch.float64) for count in counts])
+    weight_K = count_K.new_tensor([term.coefficient for term in algorithm.auxiliary]) / count_K
+    return widest(torch.where(count_K > 0, weight_K, 0.0), actions.device)
+
+
+def demonstrated(
+    algorithm: Algorithm, batch: TrainBatch[Batch], shown: Batch, step: int
+) -> TrainBatch[Batch]:
+    """An optimizer batch with the demonstrations that its step imitates too, as further sequences
+    whose tokens are not among the N but the M."""
+    term, own, count = algorithm.demonstrations, batch.actions, shown.sequences
+    if term is None or not term.coefficient or batch.auxiliary_K is None:
+        return batch
+    share, auxiliary_K = term.share(step), batch.auxiliary_K.clone()
+    auxiliary_K[algorithm.auxiliary.index(term)] = share / _count(shown)
+    replies_M = shown.target_N[:0] if own.extra_target_M is None else own.extra_target_M
+    first = max(own.groups, default=-1) + 1
+    actions = replace(
+        own,
+        tokens_T=torch.cat([own.tokens_T, shown.tokens_T]),
+        input_lengths=own.input_lengths + shown.input_lengths,
+        prompt_lengths=own.prompt_lengths and own.prompt_lengths + shown.prompt_lengths,
+        lengths=own.lengths + (0,) * count,
+        groups=(*own.groups, *range(first, first + count)),
+        versions=own.versions and own.versions + (0,) * count,
+        extra_target_M=torch.cat([replies_M, shown.target_N + len(own.tokens_T)]),
+        extra_lengths=(own.extra_lengths or (0,) * own.sequences) + shown.lengths,
+    )
+    return replace(batch, actions=actions, auxiliary_K=auxiliary_K, share=1 - share)
 
 
 @torch.no_grad()
@@ -195,6 +241,9 @@ def value_metrics(actions: Actions, estimates: Estimates) -> dict[str, float]:
 
 # ---------------------------------------------------------------- the loss
 
+Terms = dict[str, tuple[float | Tensor, Tensor]]
+"""Terms by name: what the sum over their tokens is multiplied with, and their values."""
+
 
 @dataclass(frozen=True, eq=False)
 class Loss:
@@ -202,8 +251,8 @@ class Loss:
 
     `tokens` are values (N,) of the micro-batch's actions: `log_probs` (ℓ_n), `ratios`,
     `divergences` and `entropies`, and the terms of the loss, `loss/policy`, `loss/divergence`,
-    `loss/value` and `loss/entropy`, whose sum is `total`. What the algorithm does not have is not
-    among them.
+    `loss/value` and `loss/entropy`, and those auxiliary ones that are of completions. Their sum is
+    `total`, less what is of other tokens. What the algorithm does not have is not among them.
     """
 
     total: Float[Tensor, ""]
@@ -231,7 +280,7 @@ def loss(algorithm: Algorithm, batch: TrainBatch[Any], scores: Scores, beta: flo
         surrogate_N = torch.where(kept_N, surrogate_N, torch.zeros_like(surrogate_N))
     if batch.correction_N is not None:
         surrogate_N = surrogate_N * batch.correction_N
-    terms = {"policy": (-1.0, weight_N * surrogate_N)}
+    terms: Terms = {"policy": (-1.0, weight_N * surrogate_N)}
     metrics: dict[str, Tensor] = {}
     divergence = algorithm.loss_divergence
     divergence_N = None
@@ -246,13 +295,17 @@ def loss(algorithm: Algorithm, batch: TrainBatch[Any], scores: Scores, beta: flo
     if algorithm.entropy > 0:
         assert scores.entropy_N is not None
         terms["entropy"] = -algorithm.entropy * batch.token_weight, scores.entropy_N
-    sums = {name: scale * term_N.sum() for name, (scale, term_N) in terms.items()}
+    auxiliary, of_others = _auxiliary(algorithm, batch, scores)
+    terms = {name: (batch.share * scale, x) for name, (scale, x) in terms.items()} | auxiliary
+    every = {**terms, **of_others}
+    sums = {name: scale * term.sum() for name, (scale, term) in every.items()}
     total = reduce(operator.add, sums.values())
     with torch.no_grad():
         watched = _watch(algorithm, batch, scores, log_ratio_N, old_N, divergence_N)
         if kept_N is not None:
             watched["mask_ratio/mean"] = batch.metric_weight * (~kept_N).to(log_prob_N).sum()
-        first = {"loss/policy": sums["policy"].detach()}
+        shown = ("policy", *auxiliary, *of_others)
+        first = {f"loss/{name}": sums[name].detach() for name in shown}
         metrics = {**first, **metrics, "loss": total.detach(), **watched}
         tokens = {f"loss/{name}": scale * term_N for name, (scale, term_N) in terms.items()}
         tokens["log_probs"] = log_prob_N.detach()
@@ -263,6 +316,25 @@ def loss(algorithm: Algorithm, batch: TrainBatch[Any], scores: Scores, beta: flo
         if scores.entropy_N is not None:
             tokens["entropies"] = scores.entropy_N.detach()
     return Loss(total, metrics, tokens)
+
+
+def _auxiliary(algorithm: Algorithm, batch: TrainBatch[Any], scores: Scores) -> tuple[Terms, Terms]:
+    """The auxiliary terms that are of completions, and those that are of other tokens."""
+    own: Terms = {}
+    others: Terms = {}
+    for at, term in enumerate(algorithm.auxiliary):
+        if not term.coefficient or batch.auxiliary_K is None:
+            continue
+        imitates = term.of == "demonstrations"
+        scale = batch.auxiliary_K[at].to(scores.log_prob_N) * -(1.0 if imitates else batch.share)
+        if term.of == "completions":
+            if batch.outcome_N is not None:
+                own[term.kind] = scale, term.value(scores.log_prob_N, batch.outcome_N)
+        elif scores.extra_log_prob_M is not None:
+            value_M = term.value(scores.extra_log_prob_M)
+            mine_M = batch.actions.imitated_M == imitates
+            others[term.kind] = scale, torch.where(mine_M, value_M, 0.0)
+    return own, others
 
 
 def _per_token(

@@ -19,7 +19,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -79,6 +79,15 @@ class Scores:
     full_kl_N: Float[Tensor, "N"] | None
     squares_N: Float[Tensor, "N"] | None = None
     """Σ_v π², without a gradient."""
+    extra_log_prob_M: Float[Tensor, " M"] | None = None
+    """Of tokens that only auxiliary terms read."""
+
+    def parted(self, place_R: Int[Tensor, "R"], count: int) -> Scores:
+        """These of R tokens, whose first `count` are at the first of the places: all of them, and
+        of the others the log-probability alone."""
+        every = {f.name: getattr(self, f.name) for f in fields(self)}
+        own: dict[str, Any] = {n: x[place_R[:count]] for n, x in every.items() if x is not None}
+        return replace(self, **own, extra_log_prob_M=self.log_prob_N[place_R[count:]])
 
 
 class ValueHead(nn.Module):

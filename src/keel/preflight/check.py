@@ -273,7 +273,7 @@ def _inspect(context: StageContext) -> None:
     with suppress(StageStops), context.stops("before its first step", f"{context.prefix}trackers"):
         check_trackers(stage.trackers)
     parts: tuple[tuple[Any, Callable[[StageContext, Any], None]], ...] = (
-        (stage.demonstrations, inspect_demonstrations),
+        (stage.demonstrated, inspect_demonstrations),
         (stage.imitated, inspect_imitation),
         (stage.judged, inspect_preference_data),
         (context.plan, _check_objective),

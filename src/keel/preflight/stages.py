@@ -347,7 +347,7 @@ def inspect_imitation(context: StageContext, source: ImitationSource) -> None:
     lengths: list[int] = []
     bearing = held = 0
     for number, data in enumerate(source.data):
-        key = f"{prefix}data.{number}"
+        key = f"{prefix}{source.key}data.{number}"
         if data.name not in KINDS:
             context.skipped_checks.append(f"the rows of {data.name!r}: its function was not called")
             continue
@@ -378,6 +378,8 @@ def inspect_imitation(context: StageContext, source: ImitationSource) -> None:
             unreadable(one_set.left_out, used, f"{key}.bad_rows"),
             no_validation(one_set.train.name, one_set.unvalidated, f"{key}.validation_path"),
         )
+    if source.key:
+        return  # the length of the stage is not theirs
     if source.packing:
         context.skipped_checks.append("time of full blocks: the trial's hold one example")
     size = None if None in sizes else sum(n for n in sizes if n is not None)

@@ -39,7 +39,7 @@ SCORED = ("old_log_probs", "reference_log_probs", "teacher_log_probs", "values")
 """Values of tokens that the models gave before the update."""
 LEARNED = ("advantages", "ratios", "divergences", "entropies")
 """Values of tokens that the update computed, besides the terms of the loss."""
-TERMS = tuple(LOSS + name for name in ("policy", "divergence", "value", "entropy"))
+TERMS = tuple(LOSS + n for n in ("policy", "divergence", "value", "entropy", "positive_nll"))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,8 +51,9 @@ class RolloutRow:
     is false: `old_log_probs`, those that the ratio divides by, `reference_log_probs`,
     `teacher_log_probs`, `values` (of the value model), `advantages`, and means over the updates of
     `ratios`, `divergences` (D_n) and `entropies`, in nats; `loss/policy`, `loss/divergence`,
-    `loss/value` and `loss/entropy` are the terms of the loss, which add up to the step's metric
-    `loss`. `expected` is the answer that the data has. `reward` is None without any reward. `steps`
+    `loss/value`, `loss/entropy` and `loss/positive_nll` are the terms of the loss, which add up to
+    the step's metric `loss`, less what is of other tokens. `expected` is the answer that the data
+    has. `reward` is None without any reward. `steps`
     are the rewards of steps, `outcome` the part of the reward that is of the whole answer, if
     the advantage has one (None: it does not). `mode` and `passed` are of evaluations: how it was
     sampled, and whether it is correct. `weight_version` is the number of syncs that the engine had

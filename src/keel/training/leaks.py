@@ -121,8 +121,9 @@ def _sets(stage: Stage) -> list[TaskSource]:
 
 def stored_sets(stage: Stage) -> dict[str, SFTData]:
     """The sets of examples in files that the stage imitates, by their keys."""
-    data = () if stage.imitated is None else stage.imitated.data
-    sets = {f"data.{at}": one for at, one in enumerate(data)}
+    found = stage.imitated
+    data = () if found is None else found.data
+    sets = {f"{found.key if found else ''}data.{at}": one for at, one in enumerate(data)}
     return {key: one for key, one in sets.items() if one.name in KINDS and not one.streams}
 
 

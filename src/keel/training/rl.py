@@ -23,7 +23,7 @@ from keel.config.stage import Optimizer
 from keel.learn.advantages import estimate, outcome
 from keel.learn.batch import LESS, Batch, Estimates, TrainBatch, from_groups, oom_context
 from keel.learn.learner import Losses, Trainer, by_gradient
-from keel.learn.loss import adapted_beta, limited, prepare, value_metrics
+from keel.learn.loss import adapted_beta, demonstrated, limited, prepare, value_metrics
 from keel.learn.optimizer import Cause, NotFinite, learning_rate
 from keel.objective import corrections, divergences, ratios
 from keel.runs.rows import LOSS, RolloutRow
@@ -90,6 +90,8 @@ class RLLoop(Loop):
     learner: Trainer
     sampler: Sampler
     prefetcher: RolloutPrefetcher
+    demonstrations: Callable[[int, int], Batch] | None = None
+    """Those of an optimizer step, by the number of its step and its own in that."""
     evaluators: Evaluators | None = None
     seed: int
 
@@ -209,7 +211,8 @@ def sync(loop: RLLoop, number: int) -> None:
 def score(loop: RLLoop, rollouts: Rollouts) -> Batch:
     """The rollouts as a batch, with the scores that the algorithm needs before the first update."""
     learner, config = loop.learner, loop.loss
-    batch = from_groups(rollouts.groups, learner.device)
+    replies = any(term.of == "replies" and term.coefficient for term in loop.algorithm.auxiliary)
+    batch = from_groups(rollouts.groups, learner.device, replies=replies)
     if config.old_log_probs == "engine":
         batch = replace(batch, old_log_prob_N=batch.engine_log_prob_N)
     return learner.score(
@@ -233,7 +236,7 @@ def update_models(
     keep = _learnable(loop, rollouts)
     if not keep:
         return UpdateResult([], {})
-    schedule, algorithm = loop.schedule, loop.algorithm
+    schedule, algorithm, shown = loop.schedule, loop.algorithm, loop.algorithm.demonstrations
     seed = derive(loop.seed, "minibatches", number)
     own = loop.loss.ratio_to_itself
     batches = minibatches(
@@ -248,10 +251,13 @@ def update_models(
     rates = schedule.rates(number, progress.rate_scale)
     taken: list[tuple[Minibatch, Losses]] = []
     skipped = 0
-    for at, part in enumerate([*batches] * schedule.epochs):
+    for at, rolled_out in enumerate([*batches] * schedule.epochs):
+        drawn = replace(rolled_out.batch, seed=derive(seed, "masks", at))
+        if loop.demonstrations is not None:
+            drawn = demonstrated(algorithm, drawn, loop.demonstrations(number, at), number)
+        part = replace(rolled_out, batch=drawn)
         try:
             moved = bool(taken) or not loop.loss.score_old
-            drawn = replace(part.batch, seed=derive(seed, "masks", at))
             made = loop.learner.update(algorithm, drawn, progress.beta, rates, moved=moved)
             taken.append((part, made))
         except NotFinite as error:
@@ -263,7 +269,7 @@ def update_models(
                 began=loop.learner.began,
                 weight=loop.learner.bad_weight,
                 diagnose=partial(_diagnose, loop, rollouts, part, progress.beta),
-                keep=partial(write_batch, batch=part.batch),
+                keep=partial(write_batch, batch=drawn),
             )
             skipped += 1
     found = [losses.metrics for _, losses in taken]
@@ -277,6 +283,7 @@ def update_models(
         "learning_rate": rates[0] or 0.0,
         **({"value/learning_rate": rates[1]} if loop.learner.learns_values else {}),
         "beta": progress.beta,
+        **({"demonstrations/share": shown.share(number)} if shown else {}),
     }
     tokens = [(part, losses.tokens) for part, losses in taken]
     return UpdateResult(batches, watched, tokens, skipped)
@@ -380,6 +387,9 @@ def _diagnose(loop: RLLoop, rollouts: Rollouts, part: Minibatch, beta: float) ->
     cause = loop.learner.cause_of(loop.algorithm, part.batch, beta)
     if cause.sequence is None:
         return cause, ""
+    beyond = cause.sequence - len(part.places)
+    if beyond >= 0:
+        return cause, f"demonstration {beyond} of the optimizer step"
     prompts = [group.prompt.id for group in rollouts.groups for _ in group.completions]
     place = part.places[cause.sequence]
     return cause, f"sequence {place} (prompt {prompts[place]!r})"

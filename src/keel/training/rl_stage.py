@@ -73,6 +73,7 @@ from keel.training.state import (
     restore_modules,
     restore_optimizers,
 )
+from keel.training.supervised import mixed_in
 from keel.types import KeelError, Prompt
 
 
@@ -288,6 +289,7 @@ def build_loop(
         algorithm=stage.algorithm,
         loss=loss_config(stage, run.recipe.model),
         schedule=schedule(stage),
+        demonstrations=mixed_in(run, stage, seed),
         learner=models.learner,
         sampler=sampler,
         prefetcher=build_prefetcher(stage, sampler, run.resume_from),

@@ -186,6 +186,28 @@ def _diagnose(made: ExampleLoop[Any], batch: Any) -> tuple[Cause, str]:
 # ---------------------------------------------------------------- imitation
 
 
+def mixed_in(run: RunContext, stage: StageConfig, seed: int) -> Callable[[int, int], Batch] | None:
+    """What a stage imitates besides what else it learns, if anything: different examples, as far as
+    there are so many, for each optimizer step, by the seed, the step and its own number in that."""
+    source = stage.imitated
+    if source is None:
+        return None
+    seeded, policy = run.recipe.seed, run.policy
+    sets = [open_set(one, policy, source, at, seed=seeded) for at, one in enumerate(source.data)]
+    _note_sets(run, stage.name, sets)
+    pool = [one.group for each in sets for one in each.examples]
+    sizes = [len(each.examples) for each in sets]
+    shares = np.repeat([one.weight for one in source.data] / np.array(sizes), sizes)
+
+    def batch(step: int, number: int) -> Batch:
+        rng = np.random.default_rng(derive(seed, "demonstrations", step, number))
+        count = source.batch_size
+        drawn = rng.choice(len(pool), count, replace=count > len(pool), p=shares / shares.sum())
+        return from_groups([pool[at] for at in drawn], policy.device)
+
+    return batch
+
+
 def imitation(
     batch: Callable[[int], Batch],
     backward: Callable[[Batch, int], dict[str, float]],
@@ -299,7 +321,7 @@ def open_set(
 
     Raises KeelError for what cannot be used.
     """
-    limit, key = source.limit(policy.context), f"data.{number}"
+    limit, key = source.limit(policy.context), f"{source.key}data.{number}"
     if source.packing and limit is None:
         raise KeelError(
             "packing fills blocks of max_tokens, and the model states no context: set max_tokens",
@@ -316,8 +338,8 @@ def open_set(
         which = "first" if data.streams else "train"
         raise KeelError(
             f"{name}: none of the {len(splits.train)} {which} examples fits {limit} tokens: raise "
-            "max_tokens",
-            key="max_tokens",
+            f"{source.key}max_tokens",
+            key=f"{source.key}max_tokens",
         )
     some = some_rows(splits.validation, rows)
     validation, worse = encode_rows(some, encode, data.bad_rows, key)

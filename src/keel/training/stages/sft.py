@@ -91,7 +91,7 @@ class SFTStage(StageConfig):
         return self.prompts.chat_template
 
     @property
-    def demonstrations(self) -> DemonstrationSource | None:
+    def demonstrated(self) -> DemonstrationSource | None:
         if not self.tasks:
             return None
         return DemonstrationSource(self.tasks, self.prompts, self.demonstration, self.batch_size)
