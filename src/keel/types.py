@@ -134,7 +134,8 @@ class Completion:
 
     `columns` are what the program that led the conversation returned; rewards may ask for them by
     name, as for those of the prompt. `failed` is the error that it raised: such a completion has no
-    reward.
+    reward. `states` are those that the environment named: the place of a turn's first token, and
+    the name of the state that the turn begins at.
     """
 
     tokens: npt.NDArray[np.int64]
@@ -146,6 +147,7 @@ class Completion:
     weight_version: int = 0
     columns: Mapping[str, Any] = field(default_factory=dict)
     failed: str = ""
+    states: tuple[tuple[int, str], ...] = ()
 
     def __len__(self) -> int:
         return int(self.tokens.shape[0])
@@ -310,6 +312,15 @@ Program = Callable[[ProgramInput], Any]
 (the column `reward`), or a mapping of columns for rewards."""
 
 
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What an environment answers, and the name of the state that the policy's next turn begins at:
+    turns that begin at the same state can be compared. None: the text is the state."""
+
+    text: str
+    state: str | None = None
+
+
 @runtime_checkable
 class Task(Protocol):
     """Where prompts come from and, where the task can tell, what an answer is worth.
@@ -335,7 +346,7 @@ class Task(Protocol):
         """An answer that deserves full marks, where the task knows one."""
         ...
 
-    def reply(self, prompt: Prompt, text: str) -> str | None:
+    def reply(self, prompt: Prompt, text: str) -> str | Reply | None:
         """What the environment answers; None ends the conversation.
 
         `text` is the completion so far, earlier replies included.

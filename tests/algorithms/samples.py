@@ -61,6 +61,11 @@ ADVANTAGES: dict[str, Algorithm] = {
             "optimal_token",
         )
     },
+    **{
+        kind: algorithm(advantage={"kind": kind})
+        for kind in ("group_in_group", "turn_relative", "role_relative")
+    },
+    "turn_gae": algorithm(advantage={"kind": "turn_gae"}, value=VALUE),
     "teacher_log_ratio": algorithm(advantage={"kind": "teacher_log_ratio", "gamma": 0.5}),
     "custom": algorithm(advantage=CUSTOM),
 }
@@ -116,6 +121,8 @@ OTHERS: dict[str, Algorithm] = {
     "batch std": algorithm(advantage={"kind": "group_relative", "scale": "batch", "whiten": True}),
     "no std": algorithm(advantage={"kind": "group_relative", "scale": "none", "epsilon": 0.0}),
     "entropy": algorithm(entropy=0.01),
+    "turns, no std": algorithm(advantage={"kind": "group_in_group", "scale": "none"}),
+    "roles of a column": algorithm(advantage={"kind": "role_relative", "role": "player"}),
     "best of group, no std": algorithm(advantage={"kind": "best_of_group", "scale": "none"}),
     "two masks": algorithm(masks=[{"kind": "top_entropy"}, {"kind": "off_policy_sequences"}]),
     "two corrections": algorithm(

@@ -13,7 +13,7 @@ import pytest
 from keel.engines.native import NativeEngine
 from keel.models.build import byte_tokenizer
 from keel.platform.time_limit import Cancelled, cancelled_by
-from keel.types import KeelError, Prompt, Sampling
+from keel.types import KeelError, Prompt, Reply, Sampling
 from tests.engines import scripted
 from tests.engines.scripted import ReplyTask, ScriptedEngine
 from tests.engines.tiny import TOKENIZER, ragged_prompts, stock_log_probs, tiny
@@ -75,6 +75,19 @@ def test_a_conversation_goes_on_until_the_task_is_silent() -> None:
     assert len(task.asked) == 3
     group = talk(GO, [ASKED], 1, Sampling(90), Calculator(times=9), max_turns=4)[0]
     assert group.completions[0].transcript == "go" + "⟨=7;⟩go" * 3
+
+
+def test_replies_name_the_states_of_turns() -> None:
+    """By the place of the token that the turn begins with; a reply without a name has none."""
+
+    class Rooms(ReplyTask):
+        def reply(self, prompt: Prompt, text: str) -> str | Reply | None:
+            return Reply("=7;", "hall") if text.count("go") == 1 else "=8;"
+
+    completion = talk(GO, [ASKED], 1, Sampling(90), Rooms(), max_turns=3)[0].completions[0]
+    assert completion.states == ((6, "hall"),)
+    assert completion.written[5:7].tolist() == [False, True]
+    assert completion.transcript == "go⟨=7;⟩go⟨=8;⟩go"
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ from keel.objective import (
     ratios,
     segments,
     surrogates,
+    turns,
     weighted,
     weights,
 )
@@ -108,6 +109,7 @@ REWARDS = {"reward_S": s(1)}
 PLUS = {"reward_S": s(1), "penalty_N": n(2)}
 SCORES = {"chosen_C": n(1), "rejected_C": n(2)}
 UNIT = n(5).sigmoid()
+TURN = loops.ints([0, 0, 1, 0, 0, 1, 1, 2])
 OWN = {"lengths_S": LENGTHS}
 CORRECTION = {
     "engine_log_prob_N": n(1),
@@ -145,6 +147,17 @@ EXAMPLES: dict[Function, Example] = {
     group.optimal: example({"groups_S": GROUPS, **OWN}, **REWARDS),
     group.group_mean_baseline: example({"groups_S": GROUPS}, **REWARDS),
     baselines.greedy_baseline: example(reward_S=s(1), baseline_S=s(2)),
+    baselines.role_relative: example(
+        {"role_S": loops.ints([1, 0, 1]), "decay": 0.9}, reward_S=s(1), baseline_R=s(2)[:2]),
+    turns.group_in_group: example(
+        {"turn_N": TURN, "anchor_N": loops.ints([0, 0, 1, 0, 2, 1, 1, 0]), "groups_S": GROUPS,
+         **OWN, "omega": 0.7, "gamma": 0.9, "scale": "std", "epsilon": 1e-4}, reward_N=n(1)),
+    turns.turn_relative: example(
+        {"turn_N": TURN, "groups_S": GROUPS, **OWN, "outcome_weight": 0.7, "epsilon": 1e-4},
+        reward_N=n(1)),
+    turns.turn_gae: example(
+        {"turn_N": TURN, **OWN, "gamma": 0.9, "lam": 0.8, "turn_gamma": 0.7, "turn_lam": 0.6},
+        reward_N=n(1), value_N=n(2), next_value_N=n(3)),
     baselines.baselined_returns: example(
         {"groups_S": GROUPS, **OWN, "gamma": 0.9, "group_baseline": True}, **PLUS),
     group.process_group_relative: example(
@@ -277,7 +290,7 @@ EXAMPLES: dict[Function, Example] = {
 }  # fmt: skip
 # Of lengths alone, of floats alone.
 OTHERS: set[Function] = {
-    segments.sequence_index, segments.continues, gae.adaptive_lambda, weights.sequence_mean,
+    segments.sequence_index, segments.continues, turns.turn_lengths, gae.adaptive_lambda, weights.sequence_mean,
     weights.token_mean, weights.constant, weights.sequence_sum, divergences.adapt_ppo,
     divergences.adapt_ziegler, gae.explained_variance,
 }  # fmt: skip

@@ -170,6 +170,24 @@ MORE: dict[str, tuple[Make, Shows]] = {
     "value-baseline": _rl(
         "algorithm={preset='gspo', advantage={kind='value_baseline'}, value={coefficient=0.1}}"
     ),
+    "roles-ahead": _rl(
+        "algorithm.preset=rae",
+        *AHEAD,
+        "algorithm.advantage={role='side', decay=0.9}",
+        "tasks=[{name='tests.soak.cases:echo'}]",
+        "rewards.functions=[{function='tests.soak.cases:brevity'}]",
+        FAST_RATE,
+        "steps=5",
+    ),
+    "states-ahead": _rl(
+        "algorithm.preset=gigpo",
+        *AHEAD,
+        "tasks=[{name='studies.corridor:Corridor'}]",
+        "model.build.alphabet='+-0123456'",
+        "rewards.functions=[{function='tests.soak.cases:brevity'}]",
+        *("rollout.max_turns=4", "rollout.max_tokens=14", "rollout.stop_ids=[2, 3]"),
+        FAST_RATE,
+    ),
     "bfloat16": _rl(
         "rollout.dtype=bfloat16", "algorithm.corrections.kind=truncate", "minibatches=2"
     ),
@@ -414,7 +432,7 @@ class Echo(BaseTask):
 
     def prompt(self, split: Split, index: int) -> Prompt:
         n = next(n for n in itertools.count(7 * index) if split_of(f"{n}>") == split)
-        return Prompt(f"echo/{split}/{index}", f"{n}>", task=self.name)
+        return Prompt(f"echo/{split}/{index}", f"{n}>", {"side": "ab"[index % 2]}, self.name)
 
     def score(self, prompt: Prompt, completion: Completion) -> float:
         return float("9" in completion.text)

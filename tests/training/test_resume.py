@@ -21,7 +21,7 @@ from tests.soak.killing import differences
 from tests.training import judged
 from tests.training.small import Stop, small
 
-RESUMED = [name for name in CASES if name not in PRESETS or name == "opd"]
+RESUMED = [name for name in CASES if name not in PRESETS or name in ("opd", "rae")]
 
 
 def damage(folder: RunFolder, stage: int, step: int) -> None:
@@ -55,6 +55,15 @@ def test_resume_ends_as_the_uninterrupted_run(case: str, tmp_path: Path) -> None
     assert load(tmp_path / "again").checkpoints()[-1].place.step == step
     train(None, tmp_path / "again", resume=True, labeller=people)
     assert differences(whole.path, tmp_path / "again") == []
+
+
+def test_state_of_an_advantage_is_in_checkpoints(tmp_path: Path) -> None:
+    """The moving averages of roles, of which no later step has the first one's."""
+    run = load(train(CASES["roles-ahead"].make(tmp_path), tmp_path / "run").path)
+    states = [json.loads((one.path / "state.json").read_text()) for one in run.checkpoints()]
+    averages = [state["advantage"] for state in states]
+    assert all(set(one) == {"a", "b"} for one in averages)
+    assert len({one["a"] for one in averages}) == len(averages)
 
 
 def test_a_stage_that_has_not_begun_can_change(tmp_path: Path) -> None:

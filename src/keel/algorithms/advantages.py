@@ -1,10 +1,11 @@
 """The advantages A_n that follow time, and the user's own: one class for each kind.
 
-Add one as a subclass of `AdvantageTerm`, here or in `group_advantages`.
+Add one as a subclass of `AdvantageTerm`, here, in `group_advantages` or in `turn_advantages`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -65,10 +66,18 @@ class AdvantageTerm(TermChoice):
     """Whether V of the next state stands for what comes after it."""
     places_steps: ClassVar[bool] = False
     """Whether a reward counts from the token that it is given at."""
+    reads_turns: ClassVar[bool] = False
+    """Whether it reads the turns of a conversation."""
+    stateful: ClassVar[bool] = False
+    """Whether it has a state between steps, which checkpoints hold: names with numbers."""
 
     def value(self, signals: RewardSignals) -> Tensor:
         """A before whitening, of shape (N,) or (S,)."""
         raise NotImplementedError
+
+    def next_state(self, signals: RewardSignals) -> Mapping[str, float]:
+        """The state after the step, of the one before it (`signals.state`)."""
+        return {}
 
     def returns(self, signals: RewardSignals, advantage_N: Tensor) -> Tensor:
         """What the value model is regressed on, of shape (N,): A + V."""
@@ -97,6 +106,11 @@ class AdvantageTerm(TermChoice):
     def uses_groups(self) -> bool:
         """Whether it compares completions of one prompt, with these parameters."""
         return self.reads_groups
+
+    @property
+    def role_column(self) -> str | None:
+        """The column of prompts that names the roles; None: the task's name does."""
+        return None
 
     @property
     def uses_teacher(self) -> bool:
@@ -377,6 +391,8 @@ class TeacherLogRatio(AdvantageTerm):
 
 class CustomAdvantage(AdvantageTerm):
     """The user's own, of the signature of those in `keel.objective`: what it names, it gets.
+
+    One that names `state` has a state between steps: it gives `(advantage, state after the step)`.
 
     `needs_value`, `needs_teacher` and `per_token` say what the checks cannot read off a function.
     """

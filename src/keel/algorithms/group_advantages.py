@@ -35,15 +35,15 @@ if TYPE_CHECKING:
 else:
     baselines, group = Lazy("baselines"), Lazy("group")
 
-_UNSCALED = UnusedIf(lambda key: key.table.scale == "none", 'scale = "none" divides by nothing')
+UNSCALED = UnusedIf(lambda key: key.table.scale == "none", 'scale = "none" divides by nothing')
 _TIES = "A group whose rewards are all equal gives exactly 0."
 
 
 class GroupRelative(AdvantageTerm):
     kind: Literal["group_relative"] = "group_relative"
     scale: Literal["std", "batch", "none"] = "std"
-    epsilon: Annotated[Coefficient, _UNSCALED] = 1e-4
-    ddof: Annotated[int, _UNSCALED] = Field(default=1, ge=0, le=1)
+    epsilon: Annotated[Coefficient, UNSCALED] = 1e-4
+    ddof: Annotated[int, UNSCALED] = Field(default=1, ge=0, le=1)
     """What is subtracted from the count in the standard deviation: 1 (of a sample, as in TRL and
     verl) or 0 (of a population)."""
     whiten: bool = False
@@ -254,7 +254,7 @@ class BestOfGroup(AdvantageTerm):
 
     kind: Literal["best_of_group"] = "best_of_group"
     scale: Literal["std", "none"] = "std"
-    epsilon: Annotated[Coefficient, _UNSCALED] = 1e-6
+    epsilon: Annotated[Coefficient, UNSCALED] = 1e-6
     whiten: bool = False
     source: ClassVar[str] = "arXiv:2503.19595"
     reads_groups: ClassVar[bool] = True

@@ -6,7 +6,7 @@ Everything is there by the name that a user's function may ask for; None is what
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
@@ -61,7 +61,9 @@ class RewardSignals(Signals):
     plus the reward of each step on its last token and the outcome on the last of the sequence, and
     `reward_S` its sum over the sequence. `components` are the values of the single rewards, NaN
     for none, and `component_weights` what they are weighed with. Steps (K) come from process
-    rewards: reward, index among the N of the last token, sequence. Rewards are float64.
+    rewards: reward, index among the N of the last token, sequence. `anchor_N` numbers the states
+    that turns begin at: equal where two turns of one group begin at the same. `roles` are the names
+    of the sequences' roles, `state` is that of the advantage before the step. Rewards are float64.
     """
 
     outcome_S: Float[Tensor, " S"]
@@ -75,6 +77,9 @@ class RewardSignals(Signals):
     step_reward_K: Float[Tensor, " K"] | None = None
     step_end_K: Int[Tensor, " K"] | None = None
     step_sequence_K: Int[Tensor, " K"] | None = None
+    anchor_N: Int[Tensor, " N"] | None = None
+    roles: Sequence[str] = ()
+    state: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

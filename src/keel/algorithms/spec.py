@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, model_validator
 
-from keel.algorithms import group_advantages, weighted  # noqa: F401  (their kinds)
+from keel.algorithms import group_advantages, turn_advantages, weighted  # noqa: F401  (their kinds)
 from keel.algorithms.advantages import AdvantageTerm
 from keel.algorithms.auxiliary import AuxiliaryTerm, DemonstrationNLL
 from keel.algorithms.corrections import CorrectionTerm

@@ -14,12 +14,13 @@ from keel.algorithms.group_advantages import (
     RescaledBaseline,
     SeparatelyNormalised,
 )
-from keel.algorithms.losses import ValueLoss
+from keel.algorithms.losses import Divergence, ValueLoss
 from keel.algorithms.masks import BinaryKL, ClipCov, SecondMoment, TotalVariation
 from keel.algorithms.ratios import Weights
 from keel.algorithms.spec import Algorithm, Preset
 from keel.algorithms.surrogates import Clip, Fipo, KLCov, Real, Unclipped
 from keel.algorithms.terms import CHOICE
+from keel.algorithms.turn_advantages import GroupInGroup, RoleRelative, TurnGAE, TurnRelative
 from keel.algorithms.weighted import Cispo, LogProb, Topr, Vespo
 
 _GRPO: Final = "arXiv:2402.03300"
@@ -194,6 +195,46 @@ VARIANTS: Final = (
         sources={
             "advantage": "Li et al. 2026", "ratio": "none: the baseline is of REINFORCE",
             "surrogate": "Williams 1992", "weights": f"token mean: {CHOICE}",
+        },
+    ),
+    _variant(
+        "gigpo", "Group-in-group policy optimisation", "arXiv:2505.10978",
+        advantage=GroupInGroup(),
+        divergence=Divergence(to="reference", where="loss", estimator="k3", beta=0.01),
+        sources={
+            "advantage": f"arXiv:2505.10978 eq. 3, 6-8, ω 1, γ 0.95; with std: {CHOICE}",
+            "weights": f"token mean: {CHOICE}, the authors' code",
+            "divergence": "arXiv:2505.10978, β 0.01",
+        },
+    ),
+    _variant(
+        "mt_grpo", "GRPO with a reward for each turn", "arXiv:2505.11821",
+        advantage=TurnRelative(),
+        sources={
+            "advantage": f"arXiv:2505.11821, λ 1; for more than two turns: {CHOICE}",
+            "weights": f"token mean: {CHOICE}, the authors' code",
+            "divergence": "none: the authors' code, β 0",
+        },
+    ),
+    _variant(
+        "turn_ppo", "Proximal policy optimisation, advantages by turns", "arXiv:2510.16907",
+        advantage=TurnGAE(whiten=True), value=ValueLoss(coefficient=0.1, clip=0.2),
+        sources={
+            "advantage": "arXiv:2510.16907, whitened; of turns γ 0.99, λ 0.9: arXiv:2512.17008; of "
+            f"tokens γ 1, λ 0.95: {CHOICE}, as ppo",
+            "ratio": "arXiv:1707.06347 §3", "surrogate": "arXiv:1707.06347 eq. 7, ε 0.2 §6.1",
+            "weights": f"token mean: {CHOICE}, as ppo",
+            "value": f"coefficient and clip: {CHOICE}, as ppo",
+        },
+    ),
+    _variant(
+        "rae", "Role-conditioned advantages for self-play", "arXiv:2506.24119",
+        advantage=RoleRelative(), ratio="none", surrogate=LogProb(), weights="sequence_sum",
+        sources={
+            "advantage": "arXiv:2506.24119, decay 0.95; once for each step: "
+            f"{CHOICE}",
+            "ratio": "arXiv:2506.24119, none", "surrogate": "arXiv:2506.24119",
+            "weights": f"sum over the completion: {CHOICE}, as reinforce",
         },
     ),
 )  # fmt: skip

@@ -227,6 +227,7 @@ class PolicyGradientStage(FrozenModel):
         advantage = algorithm.advantage
         completions = algorithm.needs_greedy or algorithm.needs_steps or algorithm.needs_teacher
         single = advantage.reads_components or advantage.reads_squares
+        single = single or advantage.reads_turns or advantage.stateful
         if completions or single or algorithm.surrogate.reads_groups:
             raise ValueError(
                 f'advantage "{algorithm.advantage.kind}" is for completions, not environments: '
@@ -320,6 +321,7 @@ def algorithms() -> list[str]:
         name
         for name, p in PRESETS.items()
         if not (p.algorithm.needs_greedy or p.algorithm.needs_steps or p.algorithm.demonstrations)
+        and not (p.algorithm.advantage.reads_turns or p.algorithm.advantage.stateful)
     }
     return sorted(own | rows)
 

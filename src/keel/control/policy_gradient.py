@@ -36,6 +36,7 @@ from keel.learn.loss import adapted_beta, loss, prepare, value_metrics, whole_ba
 from keel.learn.optimizer import stop_unless_finite
 from keel.models.head import Scores
 from keel.objective import divergences, gae, segments
+from keel.types import KeelError
 
 FALLBACK_BUDGET = 1_000
 """C of `constant` weights, if neither the algorithm nor the environment gives a length."""
@@ -109,7 +110,9 @@ class PolicyGradient(ControlLearner[PolicyGradientStage]):
             reference_N = self.reference.evaluate_actions(observation_NO, action_N)[0]
             experience = replace(experience, reference_log_prob_N=reference_N)
         signals = self.signals(experience, collected)
-        advantage_N = advantages(algorithm, signals)
+        advantage_N, state = advantages(algorithm, signals)
+        if state:
+            raise KeelError("algorithm.advantage: on environments an advantage has no state")
         outcome_N = segments.spread(signals.outcome_S, signals.lengths_S)
         estimates = Estimates(
             advantage_N, returns(algorithm, signals, advantage_N), outcome_N=outcome_N

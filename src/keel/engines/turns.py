@@ -20,6 +20,7 @@ from keel.types import (
     KeelError,
     Message,
     Prompt,
+    Reply,
     Sampling,
     Task,
     text_of,
@@ -41,6 +42,7 @@ class Conversation:
         self.log_probs: list[float] = []
         self.written: list[bool] = []
         self.turns: list[Message] = []
+        self.states: list[tuple[int, str]] = []
         self.finish: FinishReason = "eos"
         """That of the policy's last turn."""
         self.count = 0
@@ -71,12 +73,15 @@ class Conversation:
         self.finish = made.finish
         self.count += 1
 
-    def add_context(self, tokens: Sequence[int], *texts: str) -> None:
-        """What others said, and its tokens with what the chat template puts around it."""
+    def add_context(self, tokens: Sequence[int], *texts: str, state: str | None = None) -> None:
+        """What others said, and its tokens with what the chat template puts around it; `state` is
+        the name of the state that the policy's next turn begins at."""
         self.tokens += tokens
         self.log_probs += [0.0] * len(tokens)
         self.written += [False] * len(tokens)
         self.turns += [Message(role="environment", content=text) for text in texts]
+        if state is not None:
+            self.states.append((len(self.tokens), state))
 
     def completion(self, before: Sequence[int] = (), **fields: Any) -> Completion:
         """All turns as one completion, after some context; `fields` are its other fields."""
@@ -88,6 +93,7 @@ class Conversation:
             written=np.array([False] * len(before) + self.written, dtype=np.bool_),
             text="".join(own),
             turns=tuple(self.turns),
+            states=tuple((len(before) + at, state) for at, state in self.states),
             **record,
         )
 
@@ -155,7 +161,8 @@ def generate_multi_turn(
     limit all tokens of the completion; a reply that does not fit is cut. A special token spelled
     out in a reply is ordinary characters. `text` of a completion is what the policy wrote, `turns`
     has the replies as well. `finish` is that of the last turn, or "length" if a reply used up
-    the budget. An engine that keeps sequences is fed each token once.
+    the budget. `states` has those that replies named. An engine that keeps sequences is fed each
+    token once.
 
     Raises KeelError for a reply that the tokenizer cannot encode.
     """
@@ -195,9 +202,11 @@ def _reply(one: Conversation, tasks: Mapping[str, Task], chat: ChatEncoder, role
     prompt, left = one.prompt, one.left
     if one.finish == "length" or left <= 0 or prompt.task not in tasks:
         return False
-    text = tasks[prompt.task].reply(prompt, one.transcript)
-    if text is None:
+    reply = tasks[prompt.task].reply(prompt, one.transcript)
+    if reply is None:
         return False
+    said = reply if isinstance(reply, Reply) else Reply(reply)
+    text = said.text
     name = f"the reply of task {prompt.task!r} to prompt {prompt.id!r}"
     if isinstance(prompt.content, str):
         found = encode_text(text, name, chat.tokenizer, literal="all", continues=True)
@@ -213,7 +222,7 @@ def _reply(one: Conversation, tasks: Mapping[str, Task], chat: ChatEncoder, role
         messages = [*prompt.content, *turns, Message(role=role, content=text)]
         last = one.tokens[-1] if one.tokens else -1
         found = chat.after(messages, len(messages) - 1, last, name, prompt.tools)
-    one.add_context(found[:left], text)
+    one.add_context(found[:left], text, state=said.state)
     if len(found) >= left:
         one.finish = "length"
     return True

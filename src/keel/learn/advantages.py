@@ -22,7 +22,7 @@ from keel.config.entry import load_function
 from keel.learn.batch import Actions, Estimates, out_of_memory, to_device
 from keel.models.head import place_of_float64, widest
 from keel.objective import segments
-from keel.types import Group, KeelError, RewardResult, one_line
+from keel.types import Group, KeelError, Prompt, RewardResult, one_line
 
 ADVANTAGE, SURROGATE = "algorithm.advantage", "algorithm.surrogate"
 MASK, CORRECTION = "algorithm.masks", "algorithm.corrections"
@@ -36,7 +36,8 @@ class RolloutRewards:
     `baseline_S` is the reward of the greedy completion of each sequence's prompt; `components` are
     the single rewards by name, and `component_weights` what they are weighed with. Steps (K) are
     those of process rewards, with the outcomes as steps that end with the completion; they add up
-    to `reward_S`. `step_end_K` counts from the start of the step's own sequence.
+    to `reward_S`. `step_end_K` counts from the start of the step's own sequence. `roles` are the
+    names of the sequences' roles.
     """
 
     reward_S: Float[Tensor, " S"]
@@ -46,6 +47,7 @@ class RolloutRewards:
     step_reward_K: Float[Tensor, " K"] | None = None
     step_end_K: Int[Tensor, " K"] | None = None
     step_sequence_K: Int[Tensor, " K"] | None = None
+    roles: Sequence[str] = ()
 
 
 def outcome(
@@ -53,9 +55,10 @@ def outcome(
     results: Sequence[Sequence[RewardResult]],
     greedy: Sequence[float] | None,
     weights: Mapping[str, float] | None = None,
+    role_column: str | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> RolloutRewards:
-    """The groups' rewards, flat.
+    """The groups' rewards, flat; roles are what `role_column` of the prompts names, else the tasks.
 
     The ends of steps count written tokens only; a completion without any has no steps. Where there
     are steps, the rest of the reward (an outcome, a length penalty) is a step that ends with the
@@ -92,6 +95,7 @@ def outcome(
             for name in weights or ()
         },
         component_weights=weights or {},
+        roles=tuple(_role(g.prompt, role_column) for g in groups for _ in g.completions),
     )
     if not steps:
         return found
@@ -102,6 +106,17 @@ def outcome(
         step_end_K=torch.tensor(places),
         step_sequence_K=torch.tensor(sequences),
     )
+
+
+def _role(prompt: Prompt, column: str | None) -> str:
+    if column is None:
+        return prompt.task
+    if column not in prompt.columns:
+        raise KeelError(
+            f"algorithm.advantage.role: prompt {prompt.id!r} has no column {column!r}: name one "
+            'that every task has, or set role = "none" for the task\'s name'
+        )
+    return str(prompt.columns[column])
 
 
 def _number(value: float | None) -> float:
@@ -131,10 +146,12 @@ def estimate(
     actions: Actions,
     judged: RolloutRewards | Sequence[float],
     beta: float = 0.0,
+    state: Mapping[str, float] | None = None,
 ) -> Estimates:
     """Advantages and returns of actions that the models have scored; `beta` weighs a KL reward.
 
-    `judged` are the rewards of the sequences, in order; NaN for one without.
+    `judged` are the rewards of the sequences, in order; NaN for one without. `state` is that of the
+    advantage after the step before.
 
     Raises KeelError if there are rewards of steps that the advantage cannot use.
     """
@@ -190,9 +207,12 @@ def estimate(
         step_reward_K=judged.step_reward_K,
         step_sequence_K=judged.step_sequence_K,
         step_end_K=step_end_K,
+        anchor_N=actions.anchor_N,
+        roles=judged.roles,
+        state=state or {},
         **scored,
     )
-    advantage_N = advantages(algorithm, signals)
+    advantage_N, after = advantages(algorithm, signals)
     rewarded_N = None
     if algorithm.needs_reward and bool(unrewarded_S.any()):
         rewarded_N = segments.spread((~unrewarded_S).to(advantage_N), lengths_S) > 0
@@ -202,24 +222,43 @@ def estimate(
         None if return_N is None else widest(return_N, own),
         None if rewarded_N is None else rewarded_N.to(own),
         widest(segments.spread(outcome_S, lengths_S), own),
+        after,
     )
 
 
-def advantages(algorithm: Algorithm, signals: RewardSignals) -> Float[Tensor, " N"]:
-    """A_n of every completion token, before whitening."""
+def advantages(
+    algorithm: Algorithm, signals: RewardSignals
+) -> tuple[Float[Tensor, " N"], Mapping[str, float]]:
+    """A_n of every completion token, before whitening, and the advantage's state after the step."""
     choice = algorithm.advantage
     if isinstance(choice, CustomAdvantage):
-        advantage = call_custom(ADVANTAGE, choice, signals.named())
+        advantage, after = call_custom(ADVANTAGE, choice, signals.named()), signals.state
+        if asks_for(algorithm, "state"):
+            advantage, after = _with_state(choice, advantage)
     else:
-        advantage = choice.value(signals)
+        advantage, after = choice.value(signals), choice.next_state(signals)
     if advantage.shape == signals.reward_N.shape:
-        return advantage
+        return advantage, after
     if advantage.shape != signals.reward_S.shape:
         raise KeelError(
             f"algorithm.advantage: returned shape {tuple(advantage.shape)}, wanted one number a "
             f"sequence {tuple(signals.reward_S.shape)} or a token {tuple(signals.reward_N.shape)}"
         )
-    return segments.spread(advantage, signals.lengths_S)
+    return segments.spread(advantage, signals.lengths_S), after
+
+
+def _with_state(choice: CustomAdvantage, given: Any) -> tuple[Tensor, Mapping[str, float]]:
+    """What a function with a state gave. Raises KeelError unless it is (advantage, state)."""
+    state = given[1] if isinstance(given, tuple) and len(given) == 2 else None
+    if not isinstance(state, Mapping) or not all(
+        isinstance(name, str) and isinstance(value, float | int) and math.isfinite(value)
+        for name, value in state.items()
+    ):
+        raise KeelError(
+            f"{ADVANTAGE}: {choice.function} names state: return (advantage, state after the step),"
+            " the state a mapping of names to finite numbers"
+        )
+    return given[0], {name: float(value) for name, value in state.items()}
 
 
 def returns(

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import errno
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
 from itertools import accumulate
 from typing import Any, Generic, Self, TypeVar
@@ -20,6 +20,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from keel.learn.anchors import anchors
 from keel.models.head import lacks_float64
 from keel.models.packed import Packed, PackedSizes, sizes_on, upload
 from keel.types import Group, KeelError
@@ -54,7 +55,7 @@ class Actions:
     update (`old_log_prob_N`; None on an on-policy step with one update, whose current ones are
     equal); of the reference; of the teacher; and values. The last three are None where the
     algorithm has no such model. The policy's entropy and Σ_v π² before the update are there where
-    the algorithm asks for them.
+    the algorithm asks for them. `anchor_N` is that of `RewardSignals`, None in a game.
     """
 
     lengths: tuple[int, ...]
@@ -66,6 +67,7 @@ class Actions:
     old_entropy_N: Float[Tensor, " N"] | None = None
     old_squares_N: Float[Tensor, " N"] | None = None
     value_N: Float[Tensor, " N"] | None = None
+    anchor_N: Int[Tensor, " N"] | None = None
     versions: tuple[int, ...] = ()
 
     @property
@@ -129,13 +131,15 @@ class Estimates:
 
     `advantage_N` is not whitened; `return_N` is the value model's target, None without one;
     `rewarded_N` marks the actions of sequences with a reward, None where all have one; `outcome_N`
-    is the reward of each action's sequence, NaN for none.
+    is the reward of each action's sequence, NaN for none. `state` is that of the advantage after
+    the step, where it has one.
     """
 
     advantage_N: Float[Tensor, " N"]
     return_N: Float[Tensor, " N"] | None = None
     rewarded_N: Bool[Tensor, " N"] | None = None
     outcome_N: Float[Tensor, " N"] | None = None
+    state: Mapping[str, float] = field(default_factory=dict)
 
     def select(self, index_K: Int[Tensor, " K"]) -> Estimates:
         """The estimates of the actions at these places."""
@@ -349,6 +353,7 @@ def from_groups(
         lengths=tuple(lengths),
         groups=tuple(g for g, _, _ in pairs),
         versions=tuple(c.weight_version for _, _, c in pairs),
+        anchor_N=torch.tensor(anchors(groups), dtype=torch.long, device=device),
         engine_log_prob_N=torch.tensor(engine, dtype=torch.float32, device=device),
     )
 

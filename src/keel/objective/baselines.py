@@ -29,6 +29,35 @@ def greedy_baseline(
     return difference_S.masked_fill(difference_S.isnan(), 0.0)
 
 
+def role_relative(
+    reward_S: Float[Tensor, " S"],
+    role_S: Int[Tensor, " S"],
+    baseline_R: Float[Tensor, " R"],
+    *,
+    decay: float,
+) -> tuple[Float[Tensor, " S"], Float[Tensor, " R"]]:
+    """The reward less the moving average of the rewards of the same role; and that average after.
+
+        A_i = R_i − b_r,   then   b_r ← α^m b_r + (1 − α^m) mean_r R
+
+    over the m rewards of role r in the batch: the b of before the batch is used, so that no reward
+    is in its own baseline, and the update has the weights of m single ones, b ← α b + (1 − α) R,
+    without their order. (The authors' code takes one trajectory after the other, and reads b before
+    it updates.) NaN gets 0 and moves nothing.
+
+    Source: role-conditioned advantage estimation, SPIRAL, arXiv:2506.24119, α = 0.95.
+    """
+    present_S = reward_S.isnan().logical_not()
+    known_S = torch.where(present_S, reward_S, torch.zeros_like(reward_S))
+    size_R = torch.bincount(role_S, minlength=baseline_R.numel())
+    order_S = role_S.argsort(stable=True)
+    count_R = segment_sum(present_S.to(reward_S.dtype)[order_S], size_R)
+    mean_R = segment_sum(known_S[order_S], size_R) / count_R.clamp(min=1)
+    kept_R = torch.full_like(baseline_R, decay) ** count_R
+    advantage_S = (known_S - baseline_R[role_S]).masked_fill(~present_S, 0.0)
+    return advantage_S, kept_R * baseline_R + (1 - kept_R) * mean_R
+
+
 def baselined_returns(
     reward_S: Float[Tensor, " S"],
     penalty_N: Float[Tensor, " N"],

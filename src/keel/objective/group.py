@@ -35,7 +35,9 @@ class _Deviation:
     """Σ_g (R_j − mean_g R)²."""
 
 
-def _deviation(reward_S: Tensor, groups_S: Tensor, weight_S: Tensor | None = None) -> _Deviation:
+def _deviation(
+    reward_S: Tensor, groups_S: Tensor, weight_S: Tensor | None = None, warn_alone: bool = True
+) -> _Deviation:
     present_S = reward_S.isnan().logical_not()
     reward_S = torch.where(present_S, reward_S, torch.zeros_like(reward_S))
     weight_S = torch.ones_like(reward_S) if weight_S is None else weight_S
@@ -52,7 +54,7 @@ def _deviation(reward_S: Tensor, groups_S: Tensor, weight_S: Tensor | None = Non
         return start_P.scatter_reduce(0, index_S, x_S, kind)[index_S]
 
     count_S = total(present_S.to(reward_S.dtype))
-    if bool((present_S & (count_S == 1)).any()):
+    if warn_alone and bool((present_S & (count_S == 1)).any()):
         warnings.warn(
             "a group of one answer has nothing to be compared with: its advantage is 0",
             stacklevel=3,
@@ -71,8 +73,9 @@ def group_relative(
     scale: Literal["std", "batch", "none"],
     epsilon: float,
     ddof: int = 1,
+    warn_alone: bool = True,
 ) -> Float[Tensor, " S"]:
-    """The reward less the group's mean, over a standard deviation.
+    """The reward less the group's mean, over a standard deviation; a group of one may be expected.
 
         A_i = (R_i − mean_g R) / (std + ε),   std² = 1/(G−ddof) Σ (R_j − mean R)²
 
@@ -81,7 +84,7 @@ def group_relative(
     Source: GRPO, arXiv:2402.03300 §4.1.2; none: Dr. GRPO, arXiv:2503.20783 §3.2; batch:
     arXiv:2508.08221.
     """
-    group = _deviation(reward_S, groups_S)
+    group = _deviation(reward_S, groups_S, warn_alone=warn_alone)
     if scale == "none":
         return group.centred_S
     if scale == "std":

@@ -44,6 +44,8 @@ class StepResult:
     skipped: int = 0
     """Optimizer steps that were not taken because they were not finite."""
     beta: float = 0.0
+    advantage: Mapping[str, float] = field(default_factory=dict)
+    """The state of the advantage after the step."""
     stream: Mapping[str, Any] = field(default_factory=dict)
     records: Callable[[], Sequence[RolloutRow]] = tuple
     work: StepWork | None = None
@@ -220,6 +222,7 @@ def run(loop: Loop, progress: Progress) -> Progress:
             progress,
             step=number,
             beta=step.beta,
+            advantage=step.advantage,
             stream=step.stream,
             tokens=progress.tokens + step.tokens,
             token_budget=loop.budget.found,

@@ -118,6 +118,7 @@ class RLLoop(Loop):
     def take_step(self, progress: Progress, number: int) -> StepResult:
         """Rollouts with their rewards, the updates on them, and the engines' new weights."""
         algorithm, schedule, beta = self.algorithm, self.schedule, progress.beta
+        advantage = progress.advantage
         clock, skipped = self.writer.clock, 0
         records: Callable[[], Sequence[RolloutRow]] = tuple
         work: StepWork | None = None
@@ -132,8 +133,12 @@ class RLLoop(Loop):
                 with clock("score"):
                     batch = score(self, rollouts)
                     weights = self.sampler.scorer.weights
-                    rewards = outcome(rollouts.groups, rollouts.results, rollouts.greedy, weights)
-                    estimates = estimate(algorithm, batch, rewards, beta)
+                    column = algorithm.advantage.role_column
+                    rewards = outcome(
+                        rollouts.groups, rollouts.results, rollouts.greedy, weights, column
+                    )
+                    estimates = estimate(algorithm, batch, rewards, beta, advantage)
+                advantage = estimates.state
                 with clock("update"):
                     updated = update_models(self, batch, estimates, rollouts, progress, number)
                 metrics |= updated.metrics
@@ -154,6 +159,7 @@ class RLLoop(Loop):
             int(metrics["step/tokens"]),
             skipped,
             beta,
+            advantage,
             self.sampler.stream.state(),
             records,
             work,

@@ -384,7 +384,7 @@ class RolloutPrefetcher:
 
     With `at_once` sampling goes on while the engines take over new weights, and several steps are
     sampled at once; else a step's update ends only when the rollouts of the next are there.
-    `pending` are those that a checkpoint held.
+    `pending` are those that a checkpoint held; `role_column` is that of `as_kept`.
     """
 
     def __init__(
@@ -393,10 +393,12 @@ class RolloutPrefetcher:
         level: int,
         at_once: bool = False,
         pending: Pending | None = None,
+        role_column: str | None = None,
     ) -> None:
         self._begin = begin
         self.level = level
         self._at_once = at_once
+        self._role_column = role_column
         self._kept = dict(pending or {})
         self._running: dict[int, _Thread] = {}
         self._last_turn = threading.Event()
@@ -465,7 +467,7 @@ class RolloutPrefetcher:
 
     def _finish(self, step: int) -> None:
         if step in self._running:
-            self._kept[step] = as_kept(self._running[step].result())
+            self._kept[step] = as_kept(self._running[step].result(), self._role_column)
             del self._running[step]
 
     @contextmanager
@@ -511,27 +513,33 @@ class _Thread(threading.Thread):
         self._cancelled.set()
 
 
-def as_kept(rollouts: Rollouts) -> Rollouts:
+def as_kept(rollouts: Rollouts, role_column: str | None = None) -> Rollouts:
     """What a step and its records need of rollouts, in a form that a checkpoint can hold.
 
     Completions lose their columns, which only rewards read, and prompts theirs but the answer,
-    which is recorded; what rewards logged becomes plain values.
+    which is recorded, and the column that an advantage reads; what rewards logged becomes plain
+    values.
     """
     return replace(
         rollouts,
         groups=tuple(
-            Group(_bare(group.prompt), tuple(replace(c, columns={}) for c in group.completions))
+            Group(
+                _bare(group.prompt, role_column),
+                tuple(replace(c, columns={}) for c in group.completions),
+            )
             for group in rollouts.groups
         ),
         extras={name: plain(values) for name, values in rollouts.extras.items()},
     )
 
 
-def _bare(prompt: Prompt) -> Prompt:
+def _bare(prompt: Prompt, role_column: str | None) -> Prompt:
     # As JSON reads it back; the order of keys stays, since a template may write it.
     content, tools = json.loads(json.dumps((prompt.content, prompt.tools), default=plain))
     answer = expected_answer(prompt)
     columns = {} if answer is None else {"answer": answer}
+    if role_column in prompt.columns:
+        columns[role_column] = str(prompt.columns[role_column])
     return replace(prompt, content=content, columns=columns, tools=tuple(tools))
 
 

@@ -57,6 +57,8 @@ class Progress:
     """The evaluation before the first step."""
     token_budget: int | None = None
     skipped: int = 0
+    advantage: Mapping[str, float] = field(default_factory=dict)
+    """The state of an advantage that has one."""
     rate_scale: float = 1.0
     """What callbacks have multiplied the learning rates of the stage's later steps by."""
     stopped: bool = False
@@ -263,7 +265,13 @@ def _read_group(state: Mapping[str, Any]) -> Group:
         "tools": tuple(json.loads(prompt["tools"])),
     }
     completions = [
-        Completion(**{**one, "turns": tuple(json.loads(one["turns"]))})
+        Completion(
+            **{
+                **one,
+                "turns": tuple(json.loads(one["turns"])),
+                "states": tuple((at, name) for at, name in one["states"]),
+            }
+        )
         for one in state["completions"]
     ]
     return Group(Prompt(**prompt), tuple(completions))
