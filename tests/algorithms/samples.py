@@ -61,7 +61,7 @@ ADVANTAGES: dict[str, Algorithm] = {
             "optimal_token",
         )
     },
-    "teacher_log_ratio": algorithm(advantage={"kind": "teacher_log_ratio", "gamma": 0.5}),
+    "zero": algorithm(advantage={"kind": "zero"}, distillation={"gamma": 0.5}),
     "custom": algorithm(advantage=CUSTOM),
 }
 RATIOS: dict[str, Algorithm] = {
@@ -117,6 +117,11 @@ OTHERS: dict[str, Algorithm] = {
     "no std": algorithm(advantage={"kind": "group_relative", "scale": "none", "epsilon": 0.0}),
     "entropy": algorithm(entropy=0.01),
     "best of group, no std": algorithm(advantage={"kind": "best_of_group", "scale": "none"}),
+    "OPD and a reward": algorithm(distillation={"coefficient": 0.5, "prefix_gain": 0.5}),
+    **{
+        f"GKD, mix {mix}": algorithm(distillation={"place": "loss", "mix": mix, "top_k": k})
+        for mix, k in ((0.0, None), (0.25, 8), (1.0, None))
+    },
     "two masks": algorithm(masks=[{"kind": "top_entropy"}, {"kind": "off_policy_sequences"}]),
     "two corrections": algorithm(
         corrections=[{"kind": "truncate", "cap": 3.0}, {"kind": "normalise", "level": "sequence"}]

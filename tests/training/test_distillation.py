@@ -93,6 +93,32 @@ def test_reward_of_weight_0_is_logged_and_changes_nothing(tmp_path: Path) -> Non
     assert saved == {"trainable.safetensors", "optimizer.safetensors"}  # no teacher
 
 
+def test_prefix_gain_of_zero_is_opd_bitwise(tmp_path: Path) -> None:
+    teacher = save_teacher(tmp_path / "teacher")
+    names = ("algorithm=opd", "algorithm={preset='iw_opd', distillation={prefix_gain=0.0}}")
+    ends = [
+        load_file(load(folder.path).checkpoints()[-1].path / "trainable.safetensors")
+        for name in (*names, "algorithm=iw_opd")
+        for folder in (run(tmp_path / name[-9:-2], *OPD, name, DENSE, teacher),)
+    ]
+    assert all((ends[0][name] == ends[1][name]).all() for name in ends[0])
+    assert any((ends[0][name] != ends[2][name]).any() for name in ends[0])
+
+
+def test_reward_and_teacher_add_up(tmp_path: Path) -> None:
+    """GRPO's advantage, and half the log-ratio to the teacher."""
+    both = "algorithm={preset='grpo', distillation={coefficient=0.5}}"
+    folder = run(tmp_path / "run", both, "steps=1", DENSE, save_teacher(tmp_path / "teacher"))
+    rows = load(folder.path).rollouts(1)
+    rewards = np.array([row["reward"] for row in rows]).reshape(4, 4)
+    mean, spread = rewards.mean(1, keepdims=True), rewards.std(1, ddof=1, keepdims=True)
+    plain = np.where(spread > 0, (rewards - mean) / (spread + 1e-4), 0.0).reshape(-1)
+    for row, advantage in zip(rows, plain, strict=True):
+        gain = np.array(row["teacher_log_probs"]) - np.array(row["old_log_probs"])
+        written = np.array(row["advantages"])
+        np.testing.assert_allclose(written, advantage + 0.5 * gain, rtol=0, atol=1e-5)
+
+
 # ---------------------------------------------------------------- refused, checked
 
 
@@ -117,6 +143,33 @@ def test_compare_counts_the_teacher(tmp_path: Path) -> None:
 
 # ---------------------------------------------------------------- it learns
 
+LEARNING = (
+    *("steps=40", "rollout.prompts_per_step=16", "rollout.group_size=4"),
+    *("optimizer.learning_rate=3e-3", "rollouts_every=0", "evaluation.prompts=0", DENSE),
+)
+
+
+def certain_teacher(folder: Path) -> str:
+    """A random teacher, made certain by larger weights; the override that names it."""
+    teacher = load_policy(small().model, 5)
+    for weight in teacher.model.parameters():
+        weight.data *= 2.0
+    teacher.save(folder)
+    return f"teacher.name={folder}"
+
+
+@pytest.mark.parametrize("term", ["", ", distillation={mix=1.0}", ", distillation={top_k=8}"])
+def test_divergence_in_the_loss_falls(term: str, tmp_path: Path) -> None:
+    """The mean over the last of 40 steps is less than half of the first ones'."""
+    folder = run(
+        tmp_path / "run",
+        f"algorithm={{preset='gkd'{term}}}",
+        certain_teacher(tmp_path / "teacher"),
+        *LEARNING,
+    )
+    found = [record["teacher/divergence"] for record in metrics(folder)]
+    assert np.mean(found[-3:]) < 0.5 * np.mean(found[:3])
+
 
 @pytest.mark.parametrize(("sign", "nearer"), [(1.0, True), (-1.0, False)])
 def test_policy_comes_nearer_to_the_teacher_and_its_twin_does_not(
@@ -125,18 +178,15 @@ def test_policy_comes_nearer_to_the_teacher_and_its_twin_does_not(
     """A random teacher, made certain by larger weights; the twin learns from minus the advantage.
     Over three seeds the divergence fell to 24, 45 and 54 %, and the twin's grew eightfold or more.
     """
-    teacher = load_policy(small().model, 5)
-    for weight in teacher.model.parameters():
-        weight.data *= 2.0
-    teacher.save(tmp_path / "teacher")
+    teacher = certain_teacher(tmp_path / "teacher")
     function = "tests.training.test_distillation:signed"
     advantage = f"{{kind='custom', function='{function}', needs_teacher=true, per_token=true, "
     folder = run(
         tmp_path / "run",
-        f"algorithm={{preset='opd', advantage={advantage}options={{sign={sign}}}}}}}",
-        f"teacher.name={tmp_path / 'teacher'}",
-        *("steps=40", "rollout.prompts_per_step=16", "rollout.group_size=4"),
-        *("optimizer.learning_rate=3e-3", "rollouts_every=0", "evaluation.prompts=0", DENSE),
+        f"algorithm={{preset='opd', distillation='none', "
+        f"advantage={advantage}options={{sign={sign}}}}}}}",
+        teacher,
+        *LEARNING,
     )
     kl = [record["teacher/kl"] for record in metrics(folder)]
     first, last = np.mean(kl[:3]), np.mean(kl[-3:])

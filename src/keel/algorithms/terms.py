@@ -131,6 +131,8 @@ class Choices(Protocol):
     @property
     def per_token_advantage(self) -> bool: ...
     @property
+    def surrogate_per_sequence(self) -> bool: ...
+    @property
     def needs_reward(self) -> bool: ...
     @property
     def reads_components(self) -> bool: ...
@@ -174,8 +176,8 @@ def user_function(entry: str, options: dict[str, Any], arguments: str) -> tuple[
 # ---------------------------------------------------------------- explanations
 
 TermKey = Literal[
-    "advantage", "ratio", "surrogate", "masks", "weights", "divergence", "value", "entropy",
-    "corrections", "epochs",
+    "advantage", "ratio", "surrogate", "masks", "weights", "divergence", "distillation", "value",
+    "entropy", "corrections", "epochs",
 ]  # fmt: skip
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+from keel.algorithms.advantages import ZeroAdvantage
 from keel.algorithms.group_advantages import (
     BestOfGroup,
     GroupRelative,
@@ -12,6 +13,7 @@ from keel.algorithms.group_advantages import (
     RescaledBaseline,
     SeparatelyNormalised,
 )
+from keel.algorithms.losses import AdvantageDistillation, LossDistillation
 from keel.algorithms.masks import BinaryKL, ClipCov, SecondMoment, TotalVariation
 from keel.algorithms.ratios import Weights
 from keel.algorithms.spec import Algorithm, Preset
@@ -169,6 +171,28 @@ VARIANTS: Final = (
         sources={
             "advantage": "Li et al. 2026", "ratio": "none: the baseline is of REINFORCE",
             "surrogate": "Williams 1992", "weights": f"token mean: {CHOICE}",
+        },
+    ),
+    _variant(
+        "gkd", "Generalised knowledge distillation, on the policy's own completions",
+        "arXiv:2306.13649",
+        advantage=ZeroAdvantage(), ratio="none", surrogate=LogProb(), weights="sequence_mean",
+        distillation=LossDistillation(),
+        sources={
+            "advantage": "none is read", "ratio": "none is read", "surrogate": "0, as A is",
+            "weights": "arXiv:2306.13649 eq. 2",
+            "distillation": f"arXiv:2306.13649 eq. 1; β 0.5: {CHOICE}, TRL's",
+        },
+    ),
+    _variant(
+        "iw_opd", "On-policy distillation whose early tokens count more", "arXiv:2606.22600",
+        advantage=ZeroAdvantage(), surrogate=Unclipped(), weights="constant",
+        distillation=AdvantageDistillation(prefix_gain=0.5),
+        sources={
+            "advantage": "none is read", "ratio": "importance sampling, as opd",
+            "surrogate": "importance sampling, no clip, as opd",
+            "weights": f"a sum over tokens; over C: {CHOICE}, as opd",
+            "distillation": "arXiv:2606.22600, g 0.5",
         },
     ),
 )  # fmt: skip

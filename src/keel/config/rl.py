@@ -195,16 +195,15 @@ class RolloutStage(StageConfig):
 
     @model_validator(mode="after")
     def _teacher_is_read(self) -> RolloutStage:
-        kind = self.algorithm.advantage.kind
         if self.algorithm.needs_teacher and self.teacher is None:
             raise ValueError(
-                f'advantage "{kind}" reads a teacher: set teacher.name to the folder or hub name '
-                "of a model with the policy's tokenizer"
+                "the algorithm reads a teacher: set teacher.name to the folder or hub name of a "
+                "model with the policy's tokenizer"
             )
         if self.teacher is not None and not self.algorithm.needs_teacher:
             raise ValueError(
-                f'teacher.name = "{self.teacher.name}" is set, but advantage "{kind}" reads no '
-                'teacher: set algorithm = "opd", or teacher = "none"'
+                f'teacher.name = "{self.teacher.name}" is set, but the algorithm reads no teacher: '
+                'set algorithm = "opd", or teacher = "none"'
             )
         return self
 

@@ -129,13 +129,14 @@ class Estimates:
 
     `advantage_N` is not whitened; `return_N` is the value model's target, None without one;
     `rewarded_N` marks the actions of sequences with a reward, None where all have one; `outcome_N`
-    is the reward of each action's sequence, NaN for none.
+    is the reward of each action's sequence, NaN for none; `distillation_N` is a teacher's term.
     """
 
     advantage_N: Float[Tensor, " N"]
     return_N: Float[Tensor, " N"] | None = None
     rewarded_N: Bool[Tensor, " N"] | None = None
     outcome_N: Float[Tensor, " N"] | None = None
+    distillation_N: Float[Tensor, " N"] | None = None
 
     def select(self, index_K: Int[Tensor, " K"]) -> Estimates:
         """The estimates of the actions at these places."""
@@ -146,8 +147,9 @@ class Estimates:
 class TrainBatch(Generic[A]):
     """An optimizer batch, or a micro-batch of one, ready for the loss.
 
-    `advantage_N` is whitened where the algorithm asks for it. The weights were set once for the
-    whole optimizer batch: `weight_N` for the surrogate and the divergence; `token_weight`, 1/N of
+    `advantage_N` is whitened where the algorithm asks for it, and a teacher's term then added where
+    it is of the advantage. The weights were set once for the whole optimizer batch:
+    `weight_N` for the surrogate and the divergence; `token_weight`, 1/N of
     all its actions, for value loss and entropy; `metric_weight`, 1/N of the actions that enter the
     loss, for metrics. So were the factors of the surrogate: `correction_N`, `kept_N` of the masks
     and `prepared_N` of the surrogate itself, where the algorithm has any that read all of it.

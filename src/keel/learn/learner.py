@@ -25,7 +25,7 @@ from keel.learn.optimizer import (
     stop_unless_finite,
 )
 from keel.learn.ranks import ONE, Ranks, save_learned, spans
-from keel.models.head import Scores, ValueHead
+from keel.models.head import Scores, TeacherStates, ValueHead
 from keel.models.policy import Policy
 from keel.models.reference import Critic, FrozenPolicy, Reference
 from keel.objective import segments
@@ -67,6 +67,7 @@ class Trainer(Protocol):
         others: bool = True,
         entropy: bool = False,
         squares: bool = False,
+        teacher: bool = True,
     ) -> Batch: ...
     def update(
         self,
@@ -133,12 +134,18 @@ class Learner:
         """The current models' scores that the loss reads, with gradients."""
         divergence = algorithm.loss_divergence
         full = divergence is not None and divergence.estimator == "full"
+        taught, teacher = algorithm.loss_distillation, None
+        if taught is not None:
+            assert self.teacher is not None
+            states_NH = self.teacher.hidden(batch.packed)
+            teacher = TeacherStates(states_NH, self.teacher.head, taught.value)
         scores = self.policy.scores(
             batch.packed,
             self.temperature,
             entropy=True,
             value_head=self.value_head,
             reference=self.reference if full else None,
+            teacher=teacher,
         )
         if self.critic is not None:
             scores = replace(scores, value_N=self.critic.values(batch.packed))
@@ -154,11 +161,14 @@ class Learner:
         others: bool = True,
         entropy: bool = False,
         squares: bool = False,
+        teacher: bool = True,
     ) -> Batch:
         """The batch with the log-probabilities of the policy (`old`) and of the reference, and
-        (`others`) with those of the teacher and with values, where there are such models; with
+        (`others`) with those of the `teacher` and with values, where there are such models; with
         `entropy` and `squares` (Σ_v π²) those of the policy too."""
-        attempt = partial(self._score, batch, old, reference, others, entropy, squares)
+        attempt = partial(
+            self._score, batch, old, reference, others, entropy, squares, others and teacher
+        )
         return self.budget.fitting(attempt, batch.sizes, retry=self.ranks.count == 1)
 
     def passes(self, batch: P, tokens: int) -> tuple[list[P], int]:
@@ -298,12 +308,13 @@ class Learner:
         others: bool,
         entropy: bool,
         squares: bool,
+        teacher: bool,
         tokens: int,
     ) -> Batch:
         head = self.value_head if others else None
         frozen = {
             "reference_log_prob_N": self.reference if reference else None,
-            "teacher_log_prob_N": self.teacher if others else None,
+            "teacher_log_prob_N": self.teacher if teacher else None,
         }
         found: list[dict[str, Tensor]] = []
         micros, own = self.passes(batch, tokens)
@@ -424,8 +435,9 @@ def by_gradient(
     A sequence whose advantages are all 0 has none, unless the loss has another term than the
     surrogate. At least one sequence is among the first, so that each parameter has a gradient.
     """
-    divergence = algorithm.loss_divergence is not None and beta != 0
-    other_terms = divergence or algorithm.value is not None or algorithm.entropy > 0
+    other_terms = algorithm.value is not None or algorithm.entropy > 0
+    other_terms |= algorithm.loss_divergence is not None and beta != 0
+    other_terms |= algorithm.loss_distillation is not None
     if other_terms or not algorithm.surrogate.reads_advantage:
         return list(range(batch.sequences)), []
     changes_N = (batch.advantage_N != 0).to(torch.float32)

@@ -36,6 +36,8 @@ CHUNK_BYTES = 32 * 2**20
 GPU_CHUNK_BYTES = 2**30
 """The same on a GPU, which small products leave idle; of a small one `GPU_SHARE` at most."""
 GPU_SHARE = 64
+TEACHER_SHARE = 4
+"""Of which a chunk is one part with a teacher, whose divergence has its gradient by autograd."""
 SUM_BYTES = 4 * 2**20
 """Bytes of logits whose log-sum-exp is taken at a time on a CPU."""
 CHUNK_TOKENS = 16
@@ -79,6 +81,18 @@ class Scores:
     full_kl_N: Float[Tensor, "N"] | None
     squares_N: Float[Tensor, "N"] | None = None
     """Σ_v π², without a gradient."""
+    distillation_N: Float[Tensor, "N"] | None = None
+    """The divergence to a teacher."""
+
+
+@dataclass(frozen=True, eq=False)
+class TeacherStates:
+    """A teacher's hidden states and head, and its divergence D of two chunks of log-probabilities
+    (c, V), the policy's first: to (c,)."""
+
+    hidden_NH: Float[Tensor, "N H"]
+    head: Head
+    divergence: Callable[[Tensor, Tensor], Tensor]
 
 
 class ValueHead(nn.Module):
@@ -206,28 +220,44 @@ def readout(
     *,
     entropy: bool = False,
     reference: tuple[Float[Tensor, "N H"], Head] | None = None,
+    teacher: TeacherStates | None = None,
     chunk_bytes: int | None = None,
     chunk_tokens: int = CHUNK_TOKENS,
 ) -> Scores:
-    """log π(a), the entropy −Σ_v π log π, and Σ_v π log(π/π_ref), each with its gradient.
+    """log π(a), the entropy −Σ_v π log π, Σ_v π log(π/π_ref), and the divergence to a teacher, each
+    with its gradient.
 
-    The temperature divides the logits, the reference's too. `reference` is the hidden states and
-    the head of a reference policy; no gradient goes to it. A chunk holds as many tokens as fit
-    `chunk_bytes` of float32 logits (None: what suits the device), but at least `chunk_tokens`.
+    The temperature divides the logits, the others' too. `reference` is the hidden states and the
+    head of a reference policy; no gradient goes to it, or to the teacher. A chunk holds as many
+    tokens as fit `chunk_bytes` of float32 logits (None: what suits the device), but at least
+    `chunk_tokens`.
     """
     if temperature <= 0:
         raise ValueError(f"temperature must be above 0 (it is {temperature})")
     chunk_bytes = _chunk_bytes(hidden_NH.device) if chunk_bytes is None else chunk_bytes
+    if teacher is not None:
+        chunk_bytes //= TEACHER_SHARE
+        teacher = replace(teacher, hidden_NH=teacher.hidden_NH.detach())
     chunk = max(chunk_tokens, chunk_bytes // (4 * head.weight.shape[0]), 1)
     other = None if reference is None else (reference[0].detach(), reference[1].detached())
-    log_prob_N, entropy_N, divergence_N = _Readout.apply(  # type: ignore[no-untyped-call]
-        hidden_NH, head.weight, head.bias, head, token_N, temperature, entropy, other, chunk
+    log_prob_N, entropy_N, divergence_N, taught_N = _Readout.apply(  # type: ignore[no-untyped-call]
+        hidden_NH,
+        head.weight,
+        head.bias,
+        head,
+        token_N,
+        temperature,
+        entropy,
+        other,
+        teacher,
+        chunk,
     )
     return Scores(
         log_prob_N,
         entropy_N if entropy else None,
         None,
         divergence_N if reference is not None else None,
+        distillation_N=taught_N if teacher is not None else None,
     )
 
 
@@ -375,7 +405,8 @@ class _Gradients:
 
 
 class _Readout(torch.autograd.Function):
-    """(log-probability, entropy, divergence); gradients as in the module's docstring."""
+    """(log-probability, entropy, divergence, that to a teacher); gradients as in the module's
+    docstring, the last one's by autograd within a chunk."""
 
     @staticmethod
     def forward(
@@ -388,19 +419,18 @@ class _Readout(torch.autograd.Function):
         temperature: float,
         entropy: bool,
         reference: tuple[Tensor, Head] | None,
+        teacher: TeacherStates | None,
         chunk: int,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         dtype = _precision(hidden)
-        log_prob, entropies, divergence, normaliser = (
-            torch.zeros(len(hidden), dtype=dtype, device=hidden.device) for _ in range(4)
+        log_prob, entropies, divergence, taught, normaliser = (
+            torch.zeros(len(hidden), dtype=dtype, device=hidden.device) for _ in range(5)
         )
         with torch.autocast(hidden.device.type, enabled=False):
             policy = _Chunks(hidden, head, temperature, chunk, dtype)
-            other = None
-            if reference is not None:
-                other = _Chunks(reference[0], reference[1], temperature, chunk, dtype)
+            other, expert = _others(reference, teacher, temperature, chunk, dtype)
             for rows in policy.slices():
-                if other is None and policy.fused:
+                if other is None and expert is None and policy.fused:
                     out = policy.products(rows)
                     found = kernels().statistics(out, token[rows], policy.shape, entropy=entropy)
                     log_prob[rows], normaliser[rows] = found[0], found[2]
@@ -414,25 +444,25 @@ class _Readout(torch.autograd.Function):
                 if other is not None:
                     log_q, _ = other.log_softmax(rows)
                     divergence[rows] = log_q.neg_().add_(log_p).mul_(log_p.exp()).sum(1)
+                if teacher is not None and expert is not None:
+                    taught[rows] = teacher.divergence(log_p, expert.log_softmax(rows)[0])
         ctx.save_for_backward(hidden, weight, bias, token, entropies, divergence, normaliser)
-        ctx.settings = (head, temperature, entropy, reference, chunk)
-        return log_prob, entropies, divergence
+        ctx.settings = (head, temperature, entropy, reference, teacher, chunk)
+        return log_prob, entropies, divergence, taught
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, token, entropies, divergence, normalisers = ctx.saved_tensors
-        head, temperature, entropy, reference, chunk = ctx.settings
+        head, temperature, entropy, reference, teacher, chunk = ctx.settings
         dtype = _precision(hidden)
         with torch.autocast(hidden.device.type, enabled=False):
             head = replace(head, weight=weight, bias=bias)
             policy = _Chunks(hidden, head, temperature, chunk, dtype)
-            other = None
-            if reference is not None:
-                other = _Chunks(reference[0], reference[1], temperature, chunk, dtype)
+            other, expert = _others(reference, teacher, temperature, chunk, dtype)
             into = _Gradients(ctx.needs_input_grad, policy, bias)
             for rows in policy.slices():
-                if other is None and policy.fused:
+                if other is None and expert is None and policy.fused:
                     known = normalisers[rows], entropies[rows] if entropy else None
                     given = grads[0][rows], grads[1][rows]
                     out = policy.products(rows)
@@ -440,7 +470,7 @@ class _Readout(torch.autograd.Function):
                     out = kernels().gradient(out, token[rows], shape, known, given, into_dtype)
                     into.add(rows, out, policy)
                     continue
-                g, g_entropy, g_divergence = (grad[rows, None].to(dtype) for grad in grads)
+                g, g_entropy, g_divergence, g_taught = (x[rows, None].to(dtype) for x in grads)
                 log_p, normaliser = policy.log_softmax(rows)
                 slope = policy.cap_slope(log_p, normaliser)
                 factor = -g
@@ -450,12 +480,44 @@ class _Readout(torch.autograd.Function):
                     log_q, _ = other.log_softmax(rows)
                     gap = log_q.neg_().add_(log_p).sub_(divergence[rows, None])
                     factor = gap.mul_(g_divergence).add_(factor)
+                more = None
+                if teacher is not None and expert is not None:
+                    log_t = expert.log_softmax(rows)[0]
+                    more = _slope(teacher.divergence, log_p, log_t, g_taught[:, 0])
+                    factor = factor - more.sum(1, keepdim=True)
                 grad = log_p.exp_().mul_(factor)
                 grad.scatter_add_(1, token[rows, None], g)
+                if more is not None:
+                    grad += more
                 if slope is not None:
                     grad.mul_(slope)
                 into.add(rows, grad.mul_(head.scale / temperature), policy)
-            return *into.as_inputs(weight.dtype), *(None,) * 6
+            return *into.as_inputs(weight.dtype), *(None,) * 7
+
+
+def _others(
+    reference: tuple[Tensor, Head] | None,
+    teacher: TeacherStates | None,
+    temperature: float,
+    chunk: int,
+    dtype: torch.dtype,
+) -> tuple[_Chunks | None, _Chunks | None]:
+    """The chunks of the reference and of the teacher, where there are such."""
+    pairs = (reference, None if teacher is None else (teacher.hidden_NH, teacher.head.detached()))
+    first, second = (
+        None if pair is None else _Chunks(*pair, temperature, chunk, dtype) for pair in pairs
+    )
+    return first, second
+
+
+def _slope(
+    divergence: Callable[[Tensor, Tensor], Tensor], log_p: Tensor, log_t: Tensor, weight: Tensor
+) -> Float[Tensor, "c V"]:
+    """∂ Σ_n weight_n D_n / ∂ log p, of a chunk."""
+    with torch.enable_grad():
+        leaf = log_p.detach().requires_grad_()
+        (found,) = torch.autograd.grad(divergence(leaf, log_t), leaf, weight)
+    return found
 
 
 def lacks_float64(device: torch.device) -> bool:

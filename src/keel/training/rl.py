@@ -38,9 +38,10 @@ from keel.training.state import Progress, State, rollout_records
 class LossConfig:
     """Which sequences of a step are in the loss, and what is computed for it before the update.
 
-    `score_old` and `score_reference` say whether the trainer computes the log-probabilities of
-    the policy before the update and of the reference, `score_entropy` and `score_squares` whether
-    the policy's entropy and Σ_v π² too; with `old_log_probs` = "engine" the former
+    `score_old`, `score_reference` and `score_teacher` say whether the trainer computes the
+    log-probabilities of the policy before the update, of the reference and of the teacher,
+    `score_entropy` and `score_squares` whether the policy's entropy and Σ_v π² too; with
+    `old_log_probs` = "engine" the first
     are the engine's. With `ratio_to_itself` the ratio divides by the update's own, so that it is 1
     although dropout moves them.
     """
@@ -52,6 +53,7 @@ class LossConfig:
     score_entropy: bool = False
     score_squares: bool = False
     score_reference: bool = False
+    score_teacher: bool = True
     ratio_to_itself: bool = False
 
 
@@ -218,6 +220,7 @@ def score(loop: RLLoop, rollouts: Rollouts) -> Batch:
         reference=config.score_reference,
         entropy=config.score_entropy,
         squares=config.score_squares,
+        teacher=config.score_teacher,
     )
 
 

@@ -362,7 +362,7 @@ def loss_config(stage: RolloutStage, model: Model) -> rl.LossConfig:
             or adaptive
             or penalised
             or stage.reference.measured
-            or algorithm.needs_teacher
+            or algorithm.scores_teacher
             or drops
             or algorithm.whole_batch
             or bool(algorithm.corrections)
@@ -373,6 +373,7 @@ def loss_config(stage: RolloutStage, model: Model) -> rl.LossConfig:
         score_squares=algorithm.advantage.reads_squares,
         ratio_to_itself=drops and stage.own_ratio,
         score_reference=stage.keeps_reference,
+        score_teacher=algorithm.scores_teacher,
     )
 
 
