@@ -146,7 +146,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation("top-k without the rest", "objective/distillation.py",
              ".clamp(max=MOST)", ".clamp(max=-30.0)", TEACHER),
     Mutation("slope of a teacher's divergence not projected", "models/head.py",
-             "factor = factor - more.sum(1, keepdim=True)", "factor = factor - 0.0",
+             "factor = factor - found.sum(1, keepdim=True)", "factor = factor - 0.0",
              ("tests/models/test_head.py",)),
     Mutation("distillation whitened with the advantage", "learn/loss.py",
              "advantage_N = advantage_N + estimates.distillation_N",

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from keel.models import head as head_module
-from keel.models.head import Head, TeacherStates, log_probs, logits, product_dtype, readout
+from keel.models.head import Head, OtherStates, log_probs, logits, product_dtype, readout
 from keel.models.policy import load_policy
 from keel.models.reference import reference_for
 from keel.objective.distillation import jensen_shannon
@@ -205,7 +205,7 @@ def taught(
     mix: float, top_k: int | None,
 ) -> Tensor:  # fmt: skip
     """log π + entropy + 2 D of each token, D to a teacher, chunk by chunk."""
-    teacher = TeacherStates(*other, partial(jensen_shannon, mix=mix, top_k=top_k))
+    teacher = OtherStates(*other, partial(jensen_shannon, mix=mix, top_k=top_k))
     out = readout(
         hidden, head, token, 0.7, entropy=True, teacher=teacher, chunk_bytes=0, chunk_tokens=chunk
     )

@@ -346,10 +346,6 @@ class Distillation(FrozenModel):
         """The coefficient before a sum or a term; nothing for 1."""
         return "" if self.coefficient == 1 else rf"{number(self.coefficient)} \, "
 
-    def refusals(self, algorithm: Choices) -> Iterator[str]:
-        """Why it does not go with the algorithm's other choices."""
-        yield from ()
-
 
 class AdvantageDistillation(Distillation):
     """The teacher's log-ratio at the sampled tokens, added to the advantage after whitening."""
@@ -396,14 +392,6 @@ class AdvantageDistillation(Distillation):
             equations.append(equation("T_n", rf"T_n {factor}", relation=_TO))
             text += " So without the last line, whose sums are over the completion of $n$."
         return Description(tuple(equations), text)
-
-    def refusals(self, algorithm: Choices) -> Iterator[str]:
-        if algorithm.ratio_per_sequence or algorithm.surrogate_per_sequence:
-            yield (
-                'distillation.place = "advantage" differs from token to token, and the ratio or '
-                'the surrogate is one number a sequence: set it to "loss", or ratio = "token" and '
-                'surrogate.kind = "clip"'
-            )
 
 
 class LossDistillation(Distillation):

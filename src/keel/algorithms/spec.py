@@ -240,11 +240,6 @@ class Algorithm(FrozenModel):
         term is added."""
         return self.advantage.varies(self)
 
-    @property
-    def surrogate_per_sequence(self) -> bool:
-        """Whether the surrogate is one number a sequence."""
-        return self.surrogate.per_sequence
-
 
 Choice = Literal[
     "advantage",
@@ -315,9 +310,15 @@ def contradictions(algorithm: Algorithm) -> Iterator[str]:
             f'a value loss is set, but advantage "{kind}" never reads the value model: '
             'set value = "none"'
         )
-    for term in (algorithm.divergence, algorithm.distillation):
-        if term is not None:
-            yield from term.refusals(algorithm)
+    if algorithm.divergence is not None:
+        yield from algorithm.divergence.refusals(algorithm)
+    one = algorithm.ratio_per_sequence or algorithm.surrogate.per_sequence
+    if one and algorithm.advantage_distillation is not None:
+        yield (
+            'distillation.place = "advantage" differs from token to token, and the ratio or the '
+            'surrogate is one number a sequence: set it to "loss", or ratio = "token" and '
+            'surrogate.kind = "clip"'
+        )
     if kind == "zero" and not algorithm.needs_teacher:
         yield (
             'advantage "zero" learns nothing, and no other term says what is to be learned: set '

@@ -25,7 +25,7 @@ from keel.learn.optimizer import (
     stop_unless_finite,
 )
 from keel.learn.ranks import ONE, Ranks, save_learned, spans
-from keel.models.head import Scores, TeacherStates, ValueHead
+from keel.models.head import OtherStates, Scores, ValueHead
 from keel.models.policy import Policy
 from keel.models.reference import Critic, FrozenPolicy, Reference
 from keel.objective import segments
@@ -138,7 +138,7 @@ class Learner:
         if taught is not None:
             assert self.teacher is not None
             states_NH = self.teacher.hidden(batch.packed)
-            teacher = TeacherStates(states_NH, self.teacher.head, taught.value)
+            teacher = OtherStates(states_NH, self.teacher.head, taught.value)
         scores = self.policy.scores(
             batch.packed,
             self.temperature,

@@ -36,7 +36,7 @@ from keel.models.families import (
     hidden_states,
     prepare,
 )
-from keel.models.head import Head, Scores, TeacherStates, ValueHead, readout
+from keel.models.head import Head, OtherStates, Scores, ValueHead, readout
 from keel.models.head import squares as squared
 from keel.models.loading import (
     check_pair,
@@ -182,7 +182,7 @@ class Policy(nn.Module):
         squares: bool = False,
         value_head: ValueHead | None = None,
         reference: HiddenStates | None = None,
-        teacher: TeacherStates | None = None,
+        teacher: OtherStates | None = None,
     ) -> Scores:
         """log π of each scored token and, on request, entropy, Σ_v π² (without a gradient), value,
         Σ_v π log(π/π_ref) and the divergence to a teacher.
