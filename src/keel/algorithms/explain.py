@@ -315,9 +315,14 @@ def models(algorithm: Algorithm, setting: Setting) -> tuple[ModelUse, ...]:
     if algorithm.needs_reference or setting.reference_measured:
         uses.append(_reference(algorithm, setting))
     if algorithm.needs_teacher:
-        uses.append(
-            ModelUse("teacher", "another model with the same tokenizer, frozen", loaded=True)
-        )
+        what = {
+            "model": "another model with the same tokenizer, frozen",
+            "live": "the policy, with more in its prompt: no memory",
+            "base": "the policy before the stage, with more in its prompt",
+            "averaged": "a moving average of the policy, with more in its prompt",
+        }[setting.teacher]
+        kept = setting.teacher == "model" or (setting.teacher != "live" and not setting.lora)
+        uses.append(ModelUse("teacher", what, loaded=kept))
     if setting.reward == "model":
         uses.append(ModelUse("reward", "a reward model, frozen", loaded=True))
     elif algorithm.needs_reward:

@@ -185,6 +185,17 @@ VARIANTS: Final = (
         },
     ),
     _variant(
+        "sdft", "Self-distillation: the policy, shown a demonstration, as its own teacher",
+        "arXiv:2601.19897",
+        advantage=ZeroAdvantage(), ratio="none", surrogate=LogProb(),
+        distillation=LossDistillation(mix=1.0),
+        sources={
+            "advantage": "none is read", "ratio": "none is read", "surrogate": "0, as A is",
+            "weights": f"token mean: {CHOICE}",
+            "distillation": "arXiv:2601.19897, the reverse KL",
+        },
+    ),
+    _variant(
         "iw_opd", "On-policy distillation whose early tokens count more", "arXiv:2606.22600",
         advantage=ZeroAdvantage(), surrogate=Unclipped(), weights="constant",
         distillation=AdvantageDistillation(prefix_gain=0.5),

@@ -211,13 +211,15 @@ class Batch(Actions):
 
     `tokens_T` are the sequences' tokens, `input_lengths` the number of each; `target_N` is the
     place of each completion token among the T. `prompt_lengths` is the number of tokens before each
-    completion, which neighbours of one group have in common; () where they have none.
+    completion, which neighbours of one group have in common; () where they have none. `taught` has
+    the same completions after the prompts that a teacher reads; None where those are the same.
     """
 
     tokens_T: Int[Tensor, " T"]
     input_lengths: tuple[int, ...]
     target_N: Int[Tensor, " N"]
     prompt_lengths: tuple[int, ...] = ()
+    taught: Batch | None = None
 
     @cached_property
     def shared(self) -> tuple[int, ...]:
@@ -259,8 +261,9 @@ class Batch(Actions):
 
     @property
     def sizes(self) -> PackedSizes:
-        """The sizes that decide where micro-batches end."""
-        return sizes_on(self.target_N.device, self.input_lengths, self.shared)
+        """The sizes that decide where micro-batches end: those of a teacher's longer prompts."""
+        longest = self.taught or self
+        return sizes_on(self.target_N.device, longest.input_lengths, longest.shared)
 
     def select(self, indices: Sequence[int]) -> Batch:
         """The batch of these sequences, in this order; sequences are never cut."""
@@ -281,6 +284,7 @@ class Batch(Actions):
             input_lengths=input_lengths,
             prompt_lengths=tuple(self.prompt_lengths[i] for i in indices if self.prompt_lengths),
             target_N=chosen.target_N + moved,
+            taught=None if self.taught is None else self.taught.select(indices),
         )
 
     def spans(self, token_budget: int) -> list[range]:

@@ -80,7 +80,7 @@ class Trainer(Protocol):
     ) -> Losses: ...
     def cause_of(self, algorithm: Algorithm, batch: TrainBatch[Batch], beta: float) -> Cause: ...
     def bad_weight(self) -> str | None: ...
-    def refresh_reference(self) -> None: ...
+    def refresh_reference(self, rate: float = 1.0) -> None: ...
     def weights(self) -> dict[str, Tensor]: ...
     def save(self, folder: Path) -> None:
         """Write what a checkpoint holds besides the policy."""
@@ -137,7 +137,7 @@ class Learner:
         taught, teacher = algorithm.loss_distillation, None
         if taught is not None:
             assert self.teacher is not None
-            states_NH = self.teacher.hidden(batch.packed)
+            states_NH = self.teacher.hidden((batch.taught or batch).packed)
             teacher = OtherStates(states_NH, self.teacher.head, taught.value)
         scores = self.policy.scores(
             batch.packed,
@@ -269,10 +269,10 @@ class Learner:
             [p for optimizer in self.optimizers.values() for p in optimizer.parameters]
         )
 
-    def refresh_reference(self) -> None:
-        """Copy the policy to the reference."""
+    def refresh_reference(self, rate: float = 1.0) -> None:
+        """Copy the policy to the reference, or bring it nearer by this share."""
         assert self.reference is not None
-        self.reference.refresh(self.policy)
+        self.reference.refresh(self.policy, rate)
 
     def weights(self) -> dict[str, Tensor]:
         """The weights that learn, by the model's names, for engines to sample with."""
@@ -312,10 +312,6 @@ class Learner:
         tokens: int,
     ) -> Batch:
         head = self.value_head if others else None
-        frozen = {
-            "reference_log_prob_N": self.reference if reference else None,
-            "teacher_log_prob_N": self.teacher if teacher else None,
-        }
         found: list[dict[str, Tensor]] = []
         micros, own = self.passes(batch, tokens)
         for micro in micros:
@@ -338,9 +334,13 @@ class Learner:
                     made["value_N"] = scores.value_N
             if others and self.critic is not None:
                 made["value_N"] = self.critic.values(micro.packed)
-            for name, model in frozen.items():
-                if model is not None:
-                    made[name] = model.log_probs(micro.packed, self.temperature)
+            if reference and self.reference is not None:
+                made["reference_log_prob_N"] = self.reference.log_probs(
+                    micro.packed, self.temperature
+                )
+            if teacher and self.teacher is not None:
+                packed = (micro.taught or micro).packed
+                made["teacher_log_prob_N"] = self.teacher.log_probs(packed, self.temperature)
             found.append(made)
         whole: dict[str, Any] = _end_to_end(self.ranks, found[:own], batch.target_N.device)
         return replace(batch, **whole)

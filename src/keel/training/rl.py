@@ -25,6 +25,7 @@ from keel.learn.batch import LESS, Batch, Estimates, TrainBatch, from_groups, oo
 from keel.learn.learner import Losses, Trainer, by_gradient
 from keel.learn.loss import adapted_beta, limited, prepare, value_metrics
 from keel.learn.optimizer import Cause, NotFinite, learning_rate
+from keel.models.chat import teacher_groups
 from keel.objective import corrections, divergences, ratios
 from keel.runs.rows import LOSS, RolloutRow
 from keel.training.evaluator import Evaluators
@@ -70,6 +71,8 @@ class Schedule:
     """Steps at the start in which only the value model learns; the policy's schedule begins after
     them."""
     reference_reset_every: int | None = None
+    reference_rate: float = 1.0
+    """Share of the policy's weights that the reference then gets; below 1 for an average."""
 
     def rates(self, number: int, scale: float) -> tuple[float | None, float]:
         """The learning rates of the policy (None: it does not learn yet) and the value model,
@@ -93,6 +96,8 @@ class RLLoop(Loop):
     sampler: Sampler
     prefetcher: RolloutPrefetcher
     evaluators: Evaluators | None = None
+    teacher_prompt: str | None = None
+    """The template of what the teacher reads, if that is not the prompt."""
     seed: int
 
     @property
@@ -212,6 +217,10 @@ def score(loop: RLLoop, rollouts: Rollouts) -> Batch:
     """The rollouts as a batch, with the scores that the algorithm needs before the first update."""
     learner, config = loop.learner, loop.loss
     batch = from_groups(rollouts.groups, learner.device)
+    if loop.teacher_prompt is not None:
+        longest, chat = learner.policy.context, loop.sampler.chat
+        taught = [*teacher_groups(rollouts.groups, loop.teacher_prompt, chat, longest)]
+        batch = replace(batch, taught=from_groups(taught, learner.device))
     if config.old_log_probs == "engine":
         batch = replace(batch, old_log_prob_N=batch.engine_log_prob_N)
     return learner.score(
@@ -375,7 +384,7 @@ def _reset_reference(loop: RLLoop, number: int) -> None:
     """Copy the policy to the reference if the schedule does after this step."""
     every = loop.schedule.reference_reset_every
     if loop.learner.has_reference and every is not None and number % every == 0:
-        loop.learner.refresh_reference()
+        loop.learner.refresh_reference(loop.schedule.reference_rate)
 
 
 def _diagnose(loop: RLLoop, rollouts: Rollouts, part: Minibatch, beta: float) -> tuple[Cause, str]:
