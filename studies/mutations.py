@@ -46,6 +46,7 @@ CORRECTIONS = tuple(f"{OBJECTIVE}{name}.py" for name in ("corrections", "masks",
 PREFERENCE = (f"{OBJECTIVE}preference.py",)
 JUDGED = ("tests/training/test_trl_preferences.py",)
 LEARN = ("tests/learn",)
+TEACHER = (f"{OBJECTIVE}distillation.py",)
 VALUE = tuple(
     f"{OBJECTIVE}{name}.py"
     for name in ("gae", "divergences", "ratios", "background", "rlax_golden")
@@ -173,6 +174,23 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation("PPO's rule turned round", "objective/divergences.py",
              "if kl > 1.5 * target:\n        return beta * 2.0",
              "if kl > 1.5 * target:\n        return beta / 2.0", DIVERGENCE),
+    # a teacher
+    Mutation("prefix weights of what came before", "objective/distillation.py",
+             "gain * (left_N / total_N)", "gain * (1.0 - left_N / total_N)", TEACHER),
+    Mutation("JSD shares exchanged", "objective/distillation.py",
+             "mix * of_teacher_N + (1 - mix) *", "(1 - mix) * of_teacher_N + mix *", TEACHER),
+    Mutation("top-k without the rest", "objective/distillation.py",
+             ".clamp(max=MOST)", ".clamp(max=-30.0)", TEACHER),
+    Mutation("slope of a teacher's divergence not projected", "models/head.py",
+             "factor = factor - found.sum(1, keepdim=True)", "factor = factor - 0.0",
+             ("tests/models/test_head.py",)),
+    Mutation("distillation whitened with the advantage", "learn/loss.py",
+             "advantage_N = advantage_N + estimates.distillation_N",
+             "advantage_N = segments.whiten(advantage_N + estimates.distillation_N)", TEACHER),
+    Mutation("averaged teacher is copied", "models/reference.py",
+             "tensor.lerp_(source[name].to(tensor.dtype), rate)", "tensor.copy_(source[name])",
+             ("tests/training/test_distillation.py::"
+              "test_own_teacher_reads_its_prompt_with_its_weights",)),
     Mutation("value loss: min for max", "objective/gae.py",
              "0.5 * torch.maximum(", "0.5 * torch.minimum(", VALUE),
     Mutation("value loss without the half", "objective/gae.py",

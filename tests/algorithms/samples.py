@@ -66,7 +66,7 @@ ADVANTAGES: dict[str, Algorithm] = {
         for kind in ("group_in_group", "turn_relative", "role_relative")
     },
     "turn_gae": algorithm(advantage={"kind": "turn_gae"}, value=VALUE),
-    "teacher_log_ratio": algorithm(advantage={"kind": "teacher_log_ratio", "gamma": 0.5}),
+    "zero": algorithm(advantage={"kind": "zero"}, distillation={"gamma": 0.5}),
     "custom": algorithm(advantage=CUSTOM),
 }
 RATIOS: dict[str, Algorithm] = {
@@ -124,6 +124,11 @@ OTHERS: dict[str, Algorithm] = {
     "turns, no std": algorithm(advantage={"kind": "group_in_group", "scale": "none"}),
     "roles of a column": algorithm(advantage={"kind": "role_relative", "role": "player"}),
     "best of group, no std": algorithm(advantage={"kind": "best_of_group", "scale": "none"}),
+    "OPD and a reward": algorithm(distillation={"coefficient": 0.5, "prefix_gain": 0.5}),
+    **{
+        f"GKD, mix {mix}": algorithm(distillation={"place": "loss", "mix": mix, "top_k": k})
+        for mix, k in ((0.0, None), (0.25, 8), (1.0, None))
+    },
     "two masks": algorithm(masks=[{"kind": "top_entropy"}, {"kind": "off_policy_sequences"}]),
     "two corrections": algorithm(
         corrections=[{"kind": "truncate", "cap": 3.0}, {"kind": "normalise", "level": "sequence"}]

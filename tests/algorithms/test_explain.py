@@ -98,17 +98,19 @@ def test_a_preset_without_reward_holds_a_teacher_and_no_reward_model() -> None:
 @pytest.mark.parametrize(
     ("gamma", "formula", "words"),
     [
-        (0.0, "A_n = ℓ_{teacher,n} − ℓ_{old,n}", "the next token, with the distribution of states"),
-        (0.5, "A_n = Σ_{k≥0} 0.5^k (ℓ_{teacher,n+k} − ℓ_{old,n+k})", "biased by the discount"),
-        (1.0, "A_n = Σ_{k≥0} 1^k (ℓ_{teacher,n+k} − ℓ_{old,n+k})", "of whole completions."),
+        (0.0, "T_n = ℓ_{teacher,n} − ℓ_{old,n}", "the next token, with the distribution of states"),
+        (0.5, "T_n = Σ_{k≥0} 0.5^k (ℓ_{teacher,n+k} − ℓ_{old,n+k})", "biased by the discount"),
+        (1.0, "T_n = Σ_{k≥0} 1^k (ℓ_{teacher,n+k} − ℓ_{old,n+k})", "of whole completions."),
     ],
 )
 def test_the_discount_of_a_teacher_says_which_divergence(
     gamma: float, formula: str, words: str
 ) -> None:
-    algorithm = samples.algorithm(advantage={"kind": "teacher_log_ratio", "gamma": gamma})
-    [term] = [t for t in explain_algorithm(algorithm).json()["terms"] if t["term"] == "advantage"]
-    assert term["equations"][0]["unicode"] == formula
+    algorithm = samples.algorithm(distillation={"gamma": gamma})
+    [term] = [
+        t for t in explain_algorithm(algorithm).json()["terms"] if t["term"] == "distillation"
+    ]
+    assert term["equations"][1]["unicode"] == formula
     assert words in term["text"]
 
 

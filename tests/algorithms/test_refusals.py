@@ -122,12 +122,23 @@ CASES: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
     ),
     (
         {
-            "advantage": {"kind": "teacher_log_ratio"},
+            "advantage": {"kind": "zero"},
+            "distillation": {"place": "advantage"},
             "weights": {"kind": "constant"},
             "divergence": {**REWARD, "estimator": "k1"},
         },
         "reads no reward: a divergence in it would be lost",
         {"divergence": {"to": "reference", "where": "loss", "estimator": "k3"}},
+    ),
+    (
+        {"distillation": {"place": "advantage"}, "ratio": "sequence"},
+        "differs from token to token, and the ratio or the surrogate is one number a sequence",
+        {"distillation": {"place": "loss"}},
+    ),
+    (
+        {"advantage": {"kind": "zero"}},
+        'advantage "zero" learns nothing, and no other term says what is to be learned',
+        {"distillation": {"place": "loss"}},
     ),
     ({"advantage": {"kind": "gae"}}, "reads a value model and none is trained", {"value": VALUE}),
     ({"value": VALUE}, "never reads the value model", {"value": "none"}),

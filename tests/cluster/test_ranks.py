@@ -50,7 +50,7 @@ def updated(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["gspo", "ppo+lora", "kl_cov", "real", EXACT])
+@pytest.mark.parametrize("case", ["gspo", "ppo+lora", "kl_cov", "real", "gkd", EXACT])
 def test_ranks_equal_one_process(tmp_path: Path, case: str) -> None:
     """Losses, norms of gradients and weights after ten steps of two updates, on ragged batches."""
     tolerance = 1e-10 if case == EXACT else TOLERANCE
@@ -59,6 +59,8 @@ def test_ranks_equal_one_process(tmp_path: Path, case: str) -> None:
     assert max(update["grad_norm"] for update in alone) > 0.01
     for count in (2, 3) if case in ("gspo", EXACT) else (2,):
         shared, found = updated(tmp_path, case, count)
+        if case == "gkd":  # in float64; later updates enlarge what rounding changed
+            assert shared[0] == pytest.approx(alone[0], abs=1e-10)
         for one, other in zip(alone, shared, strict=True):
             assert other == pytest.approx(one, abs=tolerance)
         assert found.keys() == weights.keys()

@@ -25,7 +25,7 @@ from keel.learn.loss import demonstrated
 from keel.learn.optimizer import WeightOptimizer, trainable
 from keel.learn.ranks import ONE, Ranks
 from keel.models.policy import load_policy
-from keel.models.reference import critic_from_policy, reference_for
+from keel.models.reference import FrozenPolicy, critic_from_policy, reference_for
 from keel.models.sharded import shard, whole
 from keel.training.rl import Minibatch, minibatches
 from keel.types import Completion, Group, Prompt, RewardResult
@@ -76,21 +76,31 @@ def built(
     ranks: Ranks,
     device: Device = "cpu",
     autocast: Autocast = False,
+    family: str = "llama",
 ) -> Learner:
     """The learner of a preset, of a small Llama; sharded if there are several ranks."""
     algorithm = algorithm_of(name)
-    build = BuildModel(hidden_size=32, layers=2, heads=4, kv_heads=2, context=64)
+    family = "gpt2" if name == EXACT else family
+    kv_heads = 2 if family == "llama" else None
+    build = BuildModel(
+        family=family, hidden_size=32, layers=2, heads=4, kv_heads=kv_heads, context=64
+    )
     adapter = Lora(rank=4, alpha=8.0) if lora else None
-    model = Model(build=build, lora=adapter, device=device, autocast=autocast)
-    if name == EXACT:
-        build = BuildModel(family="gpt2", hidden_size=32, layers=2, heads=4, context=64)
-        model = Model(build=build, device=device, dtype="float64", autocast=False)
+    exact = name == EXACT or algorithm.needs_teacher
+    dtype: Literal["float64", "float32"] = "float64" if exact else "float32"
+    autocast = autocast and name != EXACT
+    model = Model(build=build, lora=adapter, device=device, autocast=autocast, dtype=dtype)
     policy = load_policy(model, seed=0)
     reference = reference_for(policy)
+    expert = load_policy(model, seed=1)
+    for weight in expert.parameters():
+        weight.data *= 2.0  # more certain than the policy
+    teacher = FrozenPolicy(expert.model.eval(), False, expert.tokens)
     critic = None if algorithm.value is None else critic_from_policy(policy)
     if ranks.count > 1:
         mesh = init_device_mesh(device, (ranks.count,))
         shard(policy.model, mesh)
+        shard(teacher.model, mesh)
         if not lora:
             shard(reference.model, mesh)
         if critic is not None:
@@ -102,6 +112,7 @@ def built(
         optimizer=WeightOptimizer(trainable(policy), choice),
         budget=TokenBudget(TOKENS),
         reference=reference,
+        teacher=teacher if algorithm.needs_teacher else None,
         critic=critic,
         value_optimizer=None if critic is None else WeightOptimizer(trainable(critic), choice),
         ranks=ranks,

@@ -109,7 +109,7 @@ def gradient(
     for part in parts:
         index = torch.cat([torch.arange(ends[i] - whole.lengths[i], ends[i]) for i in part])
         log_prob_N, entropy_N, value_N = (leaf[index] for leaf in leaves)
-        scores = Scores(log_prob_N, entropy_N, value_N, None)
+        scores = Scores(log_prob_N, entropy_N, value_N, None, distillation_N=log_prob_N.square())
         out = loss(algorithm, whole.select(list(part)), scores, 0.04)
         out.total.backward()  # type: ignore[no-untyped-call]
         total = total + out.total.detach()

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,9 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from keel.models import head as head_module
-from keel.models.head import Head, log_probs, logits, product_dtype, readout
+from keel.models.head import Head, OtherStates, log_probs, logits, product_dtype, readout
 from keel.models.policy import load_policy
 from keel.models.reference import reference_for
+from keel.objective.distillation import jensen_shannon
 from tests.models.tiny import spec
 
 EXACT = 1e-11
@@ -192,6 +194,62 @@ def test_no_tensor_of_tokens_by_vocabulary_ever_lives() -> None:
     with largest_allocation() as seen:
         sum(everything(hidden, head, token, 0.7, reference, chunk)).sum().backward()  # type: ignore[union-attr]
     # The weight's gradient is the largest thing that may be made.
+    assert seen.most == max(words * width, chunk * words) < tokens * words / 10
+
+
+TEACHER_WAYS = [(1.0, None), (0.0, None), (0.3, None), (0.3, 4)]
+
+
+def taught(
+    hidden: Tensor, head: Head, token: Tensor, other: tuple[Tensor, Head], chunk: int,
+    mix: float, top_k: int | None,
+) -> Tensor:  # fmt: skip
+    """log π + entropy + 2 D of each token, D to a teacher, chunk by chunk."""
+    teacher = OtherStates(*other, partial(jensen_shannon, mix=mix, top_k=top_k))
+    out = readout(
+        hidden, head, token, 0.7, entropy=True, teacher=teacher, chunk_bytes=0, chunk_tokens=chunk
+    )
+    assert out.entropy_N is not None
+    assert out.distillation_N is not None
+    return out.log_prob_N + out.entropy_N + 2 * out.distillation_N
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 100])
+@pytest.mark.parametrize(("mix", "top_k"), TEACHER_WAYS)
+def test_divergence_to_a_teacher_is_that_of_the_whole_matrix(
+    mix: float, top_k: int | None, chunk: int
+) -> None:
+    hidden, head, token, other = problem(0, scale=1.7, softcap=2.5)
+    log_p, log_q = (
+        (logits(states, one) / 0.7).log_softmax(1) for states, one in ((hidden, head), other)
+    )
+    own, entropy, _ = naive(hidden, head, token, 0.7, other)
+    whole = own + entropy + 2 * jensen_shannon(log_p, log_q, mix=mix, top_k=top_k)
+    found = taught(hidden, head, token, other, chunk, mix, top_k)
+    torch.testing.assert_close(found, whole, rtol=0, atol=1e-12)
+    weight = torch.randn(len(token), generator=torch.Generator().manual_seed(5)).double()
+    inputs = (hidden, head.weight, head.bias)
+    grads = [torch.autograd.grad((weight * x).sum(), inputs) for x in (found, whole)]  # type: ignore[arg-type]
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize(("mix", "top_k"), TEACHER_WAYS)
+def test_gradcheck_of_the_divergence_to_a_teacher(mix: float, top_k: int | None) -> None:
+    hidden, head, token, other = problem(1, tokens=5)
+
+    def f(h: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return taught(h, Head(w, b), token, other, 2, mix, top_k)
+
+    assert torch.autograd.gradcheck(f, (hidden, head.weight, head.bias))
+
+
+def test_no_matrix_of_a_teacher_ever_lives() -> None:
+    tokens, words, width, chunk = 96, 500, 8, 4
+    hidden, head, token, _ = problem(4, tokens, width, words, torch.float32)
+    other = hidden.detach(), head.detached()
+    with largest_allocation() as seen:
+        taught(hidden, head, token, other, chunk, 0.5, None).sum().backward()
     assert seen.most == max(words * width, chunk * words) < tokens * words / 10
 
 

@@ -21,6 +21,7 @@ from keel.objective import (
     background,
     baselines,
     corrections,
+    distillation,
     divergences,
     gae,
     group,
@@ -201,8 +202,14 @@ EXAMPLES: dict[Function, Example] = {
     divergences.k3: example(**PAIR),
     divergences.absolute: example(**PAIR),
     divergences.full: example(logits_NV=matrix(8, 5, 1), reference_logits_NV=matrix(8, 5, 2)),
-    gae.teacher_log_ratio: example(
+    divergences.relative_entropy: example(
+        log_prob_NV=matrix(8, 5, 1).log_softmax(-1), other_NV=matrix(8, 5, 2).log_softmax(-1)),
+    distillation.teacher_log_ratio: example(
         {**OWN, "gamma": 0.9}, old_log_prob_N=n(1), teacher_log_prob_N=n(2)),
+    distillation.prefix_weighted: example({**OWN, "gain": 0.5}, advantage_N=n(1)),
+    distillation.jensen_shannon: example(
+        {"mix": 0.3, "top_k": 3}, log_prob_NV=matrix(8, 5, 1).log_softmax(-1),
+        teacher_NV=matrix(8, 5, 2).log_softmax(-1)),
     divergences.weighted: example(divergence_N=n(3), **TO_OLD),
     divergences.old_to_policy: example(**TO_OLD),
     divergences.policy_to_old: example(**TO_OLD),

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from keel.analysis.diagnosis.table import diagnose
+from keel.models.chat import ChatEncoder, teacher_groups
 from keel.models.policy import load_policy
+from keel.platform.signals import Interrupted
 from keel.preflight.check import check
 from keel.runs.reader import load
-from keel.types import KeelError
+from keel.training.run import train
+from keel.types import Group, KeelError, Message, Prompt
 from keel.workflows.compare import plan
-from tests.training.small import info, metrics, run, save_teacher, small
+from tests.learn.flat import answer
+from tests.training.small import Stop, info, metrics, run, save_teacher, small
 
 pytestmark = pytest.mark.slow
 
@@ -93,6 +102,140 @@ def test_reward_of_weight_0_is_logged_and_changes_nothing(tmp_path: Path) -> Non
     assert saved == {"trainable.safetensors", "optimizer.safetensors"}  # no teacher
 
 
+def test_prefix_gain_of_zero_is_opd_bitwise(tmp_path: Path) -> None:
+    teacher = save_teacher(tmp_path / "teacher")
+    names = ("algorithm=opd", "algorithm={preset='iw_opd', distillation={prefix_gain=0.0}}")
+    ends = [
+        load_file(load(folder.path).checkpoints()[-1].path / "trainable.safetensors")
+        for name in (*names, "algorithm=iw_opd")
+        for folder in (run(tmp_path / name[-9:-2], *OPD, name, DENSE, teacher),)
+    ]
+    assert all((ends[0][name] == ends[1][name]).all() for name in ends[0])
+    assert any((ends[0][name] != ends[2][name]).any() for name in ends[0])
+
+
+def test_reward_and_teacher_add_up(tmp_path: Path) -> None:
+    """GRPO's advantage, and half the log-ratio to the teacher."""
+    both = "algorithm={preset='grpo', distillation={coefficient=0.5}}"
+    folder = run(tmp_path / "run", both, "steps=1", DENSE, save_teacher(tmp_path / "teacher"))
+    rows = load(folder.path).rollouts(1)
+    rewards = np.array([row["reward"] for row in rows]).reshape(4, 4)
+    mean, spread = rewards.mean(1, keepdims=True), rewards.std(1, ddof=1, keepdims=True)
+    plain = np.where(spread > 0, (rewards - mean) / (spread + 1e-4), 0.0).reshape(-1)
+    for row, advantage in zip(rows, plain, strict=True):
+        gain = np.array(row["teacher_log_probs"]) - np.array(row["old_log_probs"])
+        written = np.array(row["advantages"])
+        np.testing.assert_allclose(written, advantage + 0.5 * gain, rtol=0, atol=1e-5)
+
+
+# ---------------------------------------------------------------- the policy as its own teacher
+
+SHOWN = "{answer}>{prompt}"
+"""Within the alphabet of the recipe."""
+
+
+def answered(folder: Path) -> tuple[str, ...]:
+    """A task whose rows have a column `answer`, steps that are all kept, and the policy's own
+    teacher, by the start of an override."""
+    path = folder / "answered.jsonl"
+    rows = [{"prompt": f"{number}>", "answer": str(number)[::-1]} for number in range(100, 120)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return (UNSCORED % path, "rewards.functions=[]", "checkpoints.every=1", "evaluation.prompts=0")
+
+
+def scored(weights: dict[str, Tensor], row: dict[str, Any]) -> list[float]:
+    """log π of a recorded completion after the teacher's prompt, by transformers alone."""
+    policy = load_policy(small().model, small().seed)
+    model = AutoModelForCausalLM.from_config(policy.model.config, attn_implementation="eager")
+    model.load_state_dict({name.removeprefix("model."): w for name, w in weights.items()})
+    prompt = row["prompt"]
+    begin = policy.tokenizer(SHOWN.format(answer=prompt[:-1][::-1], prompt=prompt))["input_ids"]
+    tokens = torch.tensor([begin + list(row["tokens"])])
+    with torch.no_grad():
+        log_TV = model(tokens).logits[0, :, : policy.tokens].log_softmax(-1)
+    places = range(len(begin) - 1, tokens.shape[1] - 1)
+    return [float(log_TV[at, tokens[0, at + 1]]) for at in places]
+
+
+@pytest.mark.parametrize("weights", ["live", "base", "averaged"])
+def test_own_teacher_reads_its_prompt_with_its_weights(weights: str, tmp_path: Path) -> None:
+    """At the second step the three differ: the policy after a step, before it, and between."""
+    teacher = f"teacher={{weights='{weights}', rate=0.25, prompt='{SHOWN}'}}"
+    if weights != "averaged":
+        teacher = teacher.replace("rate=0.25, ", "")
+    rows = ("steps=2", "optimizer.learning_rate=0.1", *answered(tmp_path))
+    folder = run(tmp_path / "run", "algorithm=opd", teacher, *rows)
+    run_read = load(folder.path)
+    start = {k: v.detach() for k, v in load_policy(small().model, small().seed).trainable().items()}
+    after = load_file(run_read.checkpoints()[0].path / "trainable.safetensors")
+    rate = {"live": 1.0, "base": 0.0, "averaged": 0.25}[weights]
+    second = {name: torch.lerp(start[name], after[name], rate) for name in start}
+    for step, own in ((1, start), (2, second)):
+        for row in run_read.rollouts(step):
+            found = [float(x) for x in row["teacher_log_probs"]]
+            assert found == pytest.approx(scored(own, row), abs=2e-5)
+    saved = (run_read.checkpoints()[0].path / "reference.safetensors").exists()
+    assert saved == (weights != "live")
+
+
+def test_averaged_adapter_is_kept_and_resumed(tmp_path: Path) -> None:
+    own = (
+        *("algorithm=sdft", "model.lora={rank=2}", "optimizer.learning_rate=0.1", "steps=3"),
+        *answered(tmp_path), f"teacher={{weights='averaged', rate=0.25, prompt='{SHOWN}'}}",
+    )  # fmt: skip
+    whole = run(tmp_path / "whole", *own)
+    kept = [load_file(one.path / "reference.safetensors") for one in load(whole.path).checkpoints()]
+    learned = load_file(load(whole.path).checkpoints()[1].path / "trainable.safetensors")
+    for name, weight in kept[1].items():
+        policy = learned["model." + name.replace(".reference.", ".policy.")]
+        torch.testing.assert_close(weight, torch.lerp(kept[0][name], policy, 0.25))
+    with pytest.raises(Interrupted):
+        train(small(*own), tmp_path / "cut", callbacks=[Stop(1)])
+    again = train(small(*own), tmp_path / "cut", resume=True)
+    for name in ("reference", "trainable"):
+        ends = [
+            load_file(load(one.path).checkpoints()[-1].path / f"{name}.safetensors")
+            for one in (whole, again)
+        ]
+        assert all((ends[0][key] == ends[1][key]).all() for key in ends[0])
+
+
+@pytest.mark.parametrize("term", ["sdft", "opd"])
+@pytest.mark.parametrize("weights", ["live", "base"])
+def test_own_teacher_is_followed(weights: str, term: str, tmp_path: Path) -> None:
+    """A policy that is certain enough for its prompt to matter comes to answer as with the rest of
+    the prompt: the divergence falls below 60 %."""
+    certain_teacher(tmp_path / "start")
+    folder = run(
+        tmp_path / "run",
+        *(*answered(tmp_path), f"algorithm={term}", f"model.name={tmp_path / 'start'}"),
+        *("steps=40", "rollout.prompts_per_step=16", "checkpoints.every=50", "rollouts_every=0"),
+        f"teacher={{weights='{weights}', prompt='{SHOWN}'}}", "optimizer.learning_rate=3e-3",
+    )  # fmt: skip
+    name = "teacher/divergence" if term == "sdft" else "teacher/kl"
+    found = [record[name] for record in metrics(folder)]
+    assert np.mean(found[-3:]) < 0.6 * np.mean(found[:3])
+
+
+def test_prompts_of_a_teacher_keep_the_conversation() -> None:
+    """Of messages the last one's text is filled in; completions with columns have their own."""
+    tokenizer = load_policy(small().model, 0).tokenizer
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}>{% endfor %}"
+    chat = ChatEncoder(tokenizer)
+    turns = (Message(role="system", content="1"), Message(role="user", content="2"))
+    prompt = Prompt("a", turns, columns={"answer": "34"})
+    one = answer([3, 4])
+    groups = [Group(prompt, (one, one)), Group(prompt, (replace(one, columns={"answer": 5}), one))]
+    found = [*teacher_groups(groups, "{answer}{prompt}", chat, None)]
+    texts = [tokenizer.decode(group.prompt.tokens) for group in found]
+    assert texts == ["1>342>", "1>52>", "1>342>"]
+    assert [len(group.completions) for group in found] == [2, 1, 1]
+    with pytest.raises(KeelError, match=r"teacher\.prompt: prompt 'a' has no 'gold'"):
+        [*teacher_groups(groups, "{gold}", chat, None)]
+    with pytest.raises(KeelError, match="its completion are 8 tokens, more than the model's 7"):
+        [*teacher_groups(groups, "{answer}{prompt}", chat, 7)]
+
+
 # ---------------------------------------------------------------- refused, checked
 
 
@@ -117,6 +260,33 @@ def test_compare_counts_the_teacher(tmp_path: Path) -> None:
 
 # ---------------------------------------------------------------- it learns
 
+LEARNING = (
+    *("steps=40", "rollout.prompts_per_step=16", "rollout.group_size=4"),
+    *("optimizer.learning_rate=3e-3", "rollouts_every=0", "evaluation.prompts=0", DENSE),
+)
+
+
+def certain_teacher(folder: Path) -> str:
+    """A random teacher, made certain by larger weights; the override that names it."""
+    teacher = load_policy(small().model, 5)
+    for weight in teacher.model.parameters():
+        weight.data *= 2.0
+    teacher.save(folder)
+    return f"teacher.name={folder}"
+
+
+@pytest.mark.parametrize("term", ["", ", distillation={mix=1.0}", ", distillation={top_k=8}"])
+def test_divergence_in_the_loss_falls(term: str, tmp_path: Path) -> None:
+    """The mean over the last of 40 steps is less than half of the first ones'."""
+    folder = run(
+        tmp_path / "run",
+        f"algorithm={{preset='gkd'{term}}}",
+        certain_teacher(tmp_path / "teacher"),
+        *LEARNING,
+    )
+    found = [record["teacher/divergence"] for record in metrics(folder)]
+    assert np.mean(found[-3:]) < 0.5 * np.mean(found[:3])
+
 
 @pytest.mark.parametrize(("sign", "nearer"), [(1.0, True), (-1.0, False)])
 def test_policy_comes_nearer_to_the_teacher_and_its_twin_does_not(
@@ -125,18 +295,15 @@ def test_policy_comes_nearer_to_the_teacher_and_its_twin_does_not(
     """A random teacher, made certain by larger weights; the twin learns from minus the advantage.
     Over three seeds the divergence fell to 24, 45 and 54 %, and the twin's grew eightfold or more.
     """
-    teacher = load_policy(small().model, 5)
-    for weight in teacher.model.parameters():
-        weight.data *= 2.0
-    teacher.save(tmp_path / "teacher")
+    teacher = certain_teacher(tmp_path / "teacher")
     function = "tests.training.test_distillation:signed"
     advantage = f"{{kind='custom', function='{function}', needs_teacher=true, per_token=true, "
     folder = run(
         tmp_path / "run",
-        f"algorithm={{preset='opd', advantage={advantage}options={{sign={sign}}}}}}}",
-        f"teacher.name={tmp_path / 'teacher'}",
-        *("steps=40", "rollout.prompts_per_step=16", "rollout.group_size=4"),
-        *("optimizer.learning_rate=3e-3", "rollouts_every=0", "evaluation.prompts=0", DENSE),
+        f"algorithm={{preset='opd', distillation='none', "
+        f"advantage={advantage}options={{sign={sign}}}}}}}",
+        teacher,
+        *LEARNING,
     )
     kl = [record["teacher/kl"] for record in metrics(folder)]
     first, last = np.mean(kl[:3]), np.mean(kl[-3:])

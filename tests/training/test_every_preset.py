@@ -50,7 +50,8 @@ def test_preset_trains_and_logs_known_metrics(name: str, tmp_path: Path) -> None
     assert ("kl/reference" in rows[1] or "kl" in rows[1]) == (row.divergence is not None)
     assert ("value/loss" in rows[1]) == row.needs_value
     assert ("reward/greedy" in rows[1]) == row.needs_greedy
-    assert ("teacher/kl" in rows[1]) == row.needs_teacher
+    assert ("teacher/kl" in rows[1]) == row.scores_teacher
+    assert ("teacher/divergence" in rows[1]) == (row.loss_distillation is not None)
     recipe = load_recipe(load(folder.path).recipe())
     start = load_policy(recipe.model, recipe.seed).trainable()
     last = load(folder.path).checkpoints()[-1].path

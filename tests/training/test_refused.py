@@ -30,6 +30,17 @@ OF_OLDER_WEIGHTS = (
     ("overrides", "words"),
     [
         (("algorithm=opd",), "reads a teacher: set teacher.name to the folder or hub name"),
+        (
+            ("algorithm=opd", "teacher={weights='live'}"),
+            "the same prompt: set teacher.prompt",
+        ),
+        (
+            (
+                "algorithm={preset='grpo', distillation={place='loss'}}",
+                "teacher={weights='averaged', prompt='{answer}'}",
+            ),
+            "is kept in the place of the reference policy, which another term reads",
+        ),
         (("algorithm=grpo", TEACHER), 'reads no teacher: set algorithm = "opd", or'),
         (
             ("algorithm=opd", TEACHER, "rollout.dynamic_sampling=true"),

@@ -60,8 +60,6 @@ class AdvantageTerm(TermChoice):
     """Whether rewards below 0, as a penalty gives, have no meaning for it."""
     reads_squares: ClassVar[bool] = False
     """Whether it reads Σ_v π² of the policy before the update."""
-    reads_teacher: ClassVar[bool] = False
-    """Whether it reads a teacher's log-probabilities (the default of `uses_teacher`)."""
     bootstraps: ClassVar[bool] = False
     """Whether V of the next state stands for what comes after it."""
     places_steps: ClassVar[bool] = False
@@ -114,8 +112,8 @@ class AdvantageTerm(TermChoice):
 
     @property
     def uses_teacher(self) -> bool:
-        """Whether it reads a teacher, with these parameters."""
-        return self.reads_teacher
+        """Whether it reads a teacher's log-probabilities, with these parameters."""
+        return False
 
     def varies(self, algorithm: Choices) -> bool:
         """Whether it may differ between the tokens of one sequence."""
@@ -353,40 +351,22 @@ class ValueBaseline(AdvantageTerm):
         return equation(r"\hat{R}_n", r"\sum_{k\geq0} r_{n+k}"), text
 
 
-class TeacherLogRatio(AdvantageTerm):
-    """On-policy distillation: how much likelier a teacher finds a token than the policy did.
+class ZeroAdvantage(AdvantageTerm):
+    """0: what the policy learns from is another term, such as a teacher's."""
 
-    `gamma` discounts the log-ratios of the tokens that follow; 0 leaves them out.
-    """
-
-    kind: Literal["teacher_log_ratio"] = "teacher_log_ratio"
-    gamma: Unit = 0.0
-    whiten: bool = False
-    source: ClassVar[str] = "Lu 2025, On-Policy Distillation"
+    kind: Literal["zero"] = "zero"
+    source: ClassVar[str] = "none is read"
     reads_reward: ClassVar[bool] = False
-    reads_teacher: ClassVar[bool] = True
-
-    def varies(self, algorithm: Choices) -> bool:
-        return True
 
     def value(self, signals: RewardSignals) -> Tensor:
-        old_N, teacher_N = signals.need("old_log_prob_N"), signals.need("teacher_log_prob_N")
-        return gae.teacher_log_ratio(old_N, teacher_N, signals.lengths_S, gamma=self.gamma)
+        return signals.reward_N.new_zeros(len(signals.reward_N))
 
     def describe(self, algorithm: Choices, setting: Setting) -> Description:
-        ratio = r"\ell_{\mathrm{teacher},%s} - \ell_{\mathrm{old},%s}"
-        of = "the next token, with the distribution of states held fixed"
-        total = equation(A, ratio % ("n", "n"))
-        if self.gamma > 0:
-            of = "whole completions" + ("" if self.gamma == 1 else ", biased by the discount")
-            discounted = rf"\sum_{{k\geq0}} {number(self.gamma)}^k"
-            total = equation(A, discounted, rf"({ratio % ('n+k', 'n+k')})")
-        text = (
-            r"Minus k1 of the policy to a frozen teacher $\pi_\mathrm{teacher}$, at the sampled "
-            "tokens; no reward is in it. On policy, the expected gradient is minus "
-            rf"$\nabla\mathrm{{KL}}(\pi \Vert \pi_\mathrm{{teacher}})$ of {of}."
-        )
-        return Description((total,), text)
+        return Description((equation(A, "0"),), "No reward is read.")
+
+    @property
+    def whitens(self) -> bool:
+        return False
 
 
 class CustomAdvantage(AdvantageTerm):

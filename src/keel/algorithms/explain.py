@@ -29,8 +29,8 @@ from keel.algorithms.terms import (
 from keel.types import KeelError
 
 _CHOICES: Final = (
-    "advantage", "ratio", "surrogate", "masks", "weights", "divergence", "value", "entropy",
-    "auxiliary", "corrections",
+    "advantage", "ratio", "surrogate", "masks", "weights", "divergence", "distillation", "value",
+    "entropy", "auxiliary", "corrections",
 )  # fmt: skip
 
 
@@ -194,6 +194,9 @@ def _terms(algorithm: Algorithm, setting: Setting, sources: Mapping[str, str]) -
         kind = f"{d.estimator} to the {d.to} policy, in the {d.where}"
         paper = d.source
     yield term("divergence", "D_n", "Divergence", kind, description, paper)
+    if (t := algorithm.distillation) is not None:
+        kind = f"in the {t.place}"
+        yield term("distillation", "T_n", "Distillation", kind, t.describe(), t.source)
     if algorithm.value is not None:
         kind = "squared error" if algorithm.value.clip is None else "clipped"
         yield term(
@@ -247,6 +250,8 @@ def _objective(algorithm: Algorithm, setting: Setting) -> tuple[Equation, ...]:
     surrogate, *details = algorithm.surrogate.describe().equations
     weight = "w_n" + (" m_n" if algorithm.masks else "") + (" c_n" if algorithm.corrections else "")
     parts = [rf"\sum_n {weight} \cdot {factor(' '.join(surrogate.parts))}"]
+    if algorithm.advantage.kind == "zero" and algorithm.loss_distillation is not None:
+        parts = []  # it is 0
     d = (
         algorithm.divergence
         if algorithm.divergence is not None and algorithm.divergence.active
@@ -254,6 +259,8 @@ def _objective(algorithm: Algorithm, setting: Setting) -> tuple[Equation, ...]:
     )
     if d is not None and d.where == "loss":
         parts.append(rf"- {d.symbol} \sum_n w_n \cdot {d.summand}")
+    if (t := algorithm.loss_distillation) is not None:
+        parts.append(rf"- {t.symbol}\sum_n w_n \cdot T_n")
     if algorithm.entropy > 0:
         parts.append(rf"+ {number(algorithm.entropy)} \cdot \frac{{1}}{{N}} \cdot \sum_n H_n")
     for one in sorted(algorithm.auxiliary, key=lambda one: one.of == "demonstrations"):
@@ -316,9 +323,14 @@ def models(algorithm: Algorithm, setting: Setting) -> tuple[ModelUse, ...]:
     if algorithm.needs_reference or setting.reference_measured:
         uses.append(_reference(algorithm, setting))
     if algorithm.needs_teacher:
-        uses.append(
-            ModelUse("teacher", "another model with the same tokenizer, frozen", loaded=True)
-        )
+        what = {
+            "model": "another model with the same tokenizer, frozen",
+            "live": "the policy, with more in its prompt: no memory",
+            "base": "the policy before the stage, with more in its prompt",
+            "averaged": "a moving average of the policy, with more in its prompt",
+        }[setting.teacher]
+        kept = setting.teacher == "model" or (setting.teacher != "live" and not setting.lora)
+        uses.append(ModelUse("teacher", what, loaded=kept))
     if setting.reward == "model":
         uses.append(ModelUse("reward", "a reward model, frozen", loaded=True))
     elif algorithm.needs_reward:

@@ -1,4 +1,4 @@
-"""The terms of the objective other than the surrogate: divergence, value loss, entropy.
+"""The terms of the objective besides the surrogate: divergence, distillation, value loss, entropy.
 
 The divergence β D_n says to which policy, where, by which estimator, and what that one is worth.
 """
@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, ClassVar, Final, Literal
+
+from pydantic import Field
 
 from keel.algorithms.advantages import AdvantageTerm, return_symbol
 from keel.algorithms.symbols import number
@@ -20,6 +22,7 @@ from keel.algorithms.terms import (
     Lazy,
     Positive,
     Setting,
+    Unit,
     UnusedIf,
     equation,
 )
@@ -27,9 +30,10 @@ from keel.algorithms.terms import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from keel.objective import divergences, gae
+    from keel.algorithms.signals import RewardSignals
+    from keel.objective import distillation, divergences, gae
 else:
-    divergences, gae = Lazy("divergences"), Lazy("gae")
+    distillation, divergences, gae = Lazy("distillation"), Lazy("divergences"), Lazy("gae")
 
 
 _PI_REF = r"\mathrm{KL}(\pi \Vert \pi_\mathrm{ref})"
@@ -329,6 +333,109 @@ class Divergence(FrozenModel):
             )
         if self.beta == 0 and self.adaptive is not None:
             yield "an adaptive beta is multiplied, and 0 stays 0: start from beta > 0"
+
+
+class Distillation(FrozenModel):
+    """A teacher's term T_n; each subclass is one place."""
+
+    place: str
+    coefficient: Positive = 1.0
+
+    @property
+    def symbol(self) -> str:
+        """The coefficient before a sum or a term; nothing for 1."""
+        return "" if self.coefficient == 1 else rf"{number(self.coefficient)} \, "
+
+
+class AdvantageDistillation(Distillation):
+    """The teacher's log-ratio at the sampled tokens, added to the advantage after whitening."""
+
+    place: Literal["advantage"] = "advantage"
+    gamma: Unit = 0.0
+    """Discounts the log-ratios of the tokens that follow; 0 leaves them out."""
+    prefix_gain: Coefficient = 0.0
+    """g of IW-OPD: by how much more the first token counts than the last."""
+
+    @property
+    def source(self) -> str:
+        """The papers."""
+        return "Lu 2025, On-Policy Distillation" + (
+            "; arXiv:2606.22600" if self.prefix_gain else ""
+        )
+
+    def value(self, signals: RewardSignals) -> Tensor:
+        """What is added to A_n."""
+        old_N, teacher_N = signals.need("old_log_prob_N"), signals.need("teacher_log_prob_N")
+        lengths_S = signals.lengths_S
+        term_N = distillation.teacher_log_ratio(old_N, teacher_N, lengths_S, gamma=self.gamma)
+        term_N = distillation.prefix_weighted(term_N, lengths_S, gain=self.prefix_gain)
+        found: Tensor = self.coefficient * term_N
+        return found
+
+    def describe(self) -> Description:
+        """The equations of T, and of A with it."""
+        term = r"\ell_{\mathrm{teacher},n} - \ell_{\mathrm{old},n}"
+        of = "the next token, with the distribution of states held fixed"
+        if self.gamma > 0:
+            of = "whole completions" + ("" if self.gamma == 1 else ", biased by the discount")
+            term = rf"\sum_{{k\geq0}} {number(self.gamma)}^k ({term.replace('n}', 'n+k}')})"
+        text = (
+            r"Minus k1 of the policy to a teacher $\pi_\mathrm{teacher}$, at the sampled tokens, "
+            "added to the advantage after any normalisation. On policy, its expected gradient is "
+            rf"minus $\nabla\mathrm{{KL}}(\pi \Vert \pi_\mathrm{{teacher}})$ of {of}."
+        )
+        added = equation("A_n", "A_n", f"+ {self.symbol}T_n", relation=_TO)
+        equations = [added, equation("T_n", term)]
+        if self.prefix_gain:
+            early = r"\frac{\sum_{j<n} \mathrm{abs}(T_j)}{\sum_j \mathrm{abs}(T_j)}"
+            factor = rf"(1 + {number(self.prefix_gain)} \cdot (1 - {early}))"
+            equations.append(equation("T_n", rf"T_n {factor}", relation=_TO))
+            text += " So without the last line, whose sums are over the completion of $n$."
+        return Description(tuple(equations), text)
+
+
+class LossDistillation(Distillation):
+    """The divergence to the teacher over the vocabulary, with the surrogate's weights."""
+
+    place: Literal["loss"] = "loss"
+    mix: Unit = 0.5
+    """β of the divergence of Jensen and Shannon: 0 is KL(teacher‖π), 1 is KL(π‖teacher)."""
+    top_k: Annotated[int | None, Field(ge=1, le=1_000_000)] = None
+    """Over the teacher's k likeliest tokens, and one that has the rest; None: the vocabulary."""
+    source: ClassVar[str] = "arXiv:2306.13649 eq. 1"
+
+    def value(self, log_prob_NV: Tensor, teacher_NV: Tensor) -> Tensor:
+        """T_n from log-probabilities of the vocabulary."""
+        found: Tensor = distillation.jensen_shannon(
+            log_prob_NV, teacher_NV, mix=self.mix, top_k=self.top_k
+        )
+        return found
+
+    def describe(self) -> Description:
+        """The equations of T."""
+        teacher, mixed = r"\pi_\mathrm{teacher}", r"\pi_\mathrm{mix}"
+        beta, rest = number(self.mix), number(round(1 - self.mix, 12))
+        equations = [
+            equation(
+                "T_n",
+                rf"{beta} \, \mathrm{{KL}}({teacher} \Vert {mixed})",
+                rf"+ {rest} \, \mathrm{{KL}}(\pi \Vert {mixed})",
+            ),
+            equation(mixed, rf"{beta} \, {teacher}", rf"+ {rest} \, \pi"),
+        ]
+        if self.mix in (0, 1):
+            pair = (r"\pi", teacher) if self.mix else (teacher, r"\pi")
+            equations = [equation("T_n", rf"\mathrm{{KL}}({pair[0]} \Vert {pair[1]})")]
+        where = "the whole vocabulary, no estimate"
+        if self.top_k is not None:
+            where = f"the teacher's {self.top_k} likeliest tokens and one that has the rest"
+            best = rf"\mathrm{{top}}_{{{self.top_k}}}({teacher})"
+            equations.append(equation("v", rf"{best}, \mathrm{{rest}}", relation=r"\in"))
+        text = f"A term of the loss with the surrogate's weights $w_n$, over {where}. {_FIXED}"
+        return Description(tuple(equations), text)
+
+
+_TO: Final = r"\leftarrow"
 
 
 class ValueLoss(FrozenModel):

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final, Literal
 
-from keel.algorithms.advantages import GAE, MonteCarlo, TeacherLogRatio
+from keel.algorithms.advantages import GAE, MonteCarlo, ZeroAdvantage
 from keel.algorithms.group_advantages import (
     BatchNormalised,
     GreedyBaseline,
@@ -18,7 +18,12 @@ from keel.algorithms.group_advantages import (
     Optimal,
     ProcessGroupRelative,
 )
-from keel.algorithms.losses import Adaptive, Divergence, ValueLoss
+from keel.algorithms.losses import (
+    Adaptive,
+    AdvantageDistillation,
+    Divergence,
+    ValueLoss,
+)
 from keel.algorithms.ratios import Ratio, Weights
 from keel.algorithms.spec import Advantage, Algorithm, Preset, Surrogate
 from keel.algorithms.surrogates import Clip, Geometric, Sapo, Unclipped
@@ -41,6 +46,7 @@ def _of(
     weights: Literal["sequence_mean", "token_mean", "constant", "sequence_sum"],
     divergence: Divergence | None = None,
     value: ValueLoss | None = None,
+    distillation: AdvantageDistillation | None = None,
 ) -> Algorithm:
     return Algorithm(
         advantage=advantage,
@@ -49,6 +55,7 @@ def _of(
         weights=Weights(kind=weights),
         divergence=divergence,
         value=value,
+        distillation=distillation,
     )
 
 
@@ -319,13 +326,16 @@ _PRESETS: Final = (
         name="opd",
         title="On-policy distillation: a teacher's log-probabilities as the advantage",
         paper=_OPD,
-        algorithm=_of(TeacherLogRatio(), "token", Unclipped(), "constant"),
+        algorithm=_of(
+            ZeroAdvantage(), "token", Unclipped(), "constant", distillation=AdvantageDistillation()
+        ),
         sources={
-            "advantage": f"{_OPD}, discount 0; arXiv:2601.02780 eq. 8",
+            "advantage": "none is read",
+            "distillation": f"{_OPD}, discount 0; arXiv:2601.02780 eq. 8",
             "ratio": f"{_OPD}, importance sampling",
             "surrogate": f"{_OPD}, importance sampling, no clip",
             "weights": f"{_OPD}, a sum over tokens; over C: {CHOICE}",
-            "divergence": f"{_OPD}, none: the advantage is the divergence",
+            "divergence": f"{_OPD}, none: the teacher's term is one",
         },
     ),
 )  # fmt: skip

@@ -1,5 +1,5 @@
-"""An algorithm as data: five choices, and optional masks, value loss, entropy bonus, corrections,
-auxiliary terms.
+"""An algorithm as data: five choices, and optional masks, distillation, value loss, entropy bonus,
+corrections, auxiliary terms.
 
     J(θ) = Σ_n w_n m_n c_n · s(ρ_n(θ), A_n)  −  β Σ_n w_n · D_n(θ)
 
@@ -12,13 +12,18 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BeforeValidator, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from keel.algorithms import group_advantages, turn_advantages, weighted  # noqa: F401  (their kinds)
 from keel.algorithms.advantages import AdvantageTerm
 from keel.algorithms.auxiliary import AuxiliaryTerm, DemonstrationNLL
 from keel.algorithms.corrections import CorrectionTerm
-from keel.algorithms.losses import Divergence, ValueLoss
+from keel.algorithms.losses import (
+    AdvantageDistillation,
+    Divergence,
+    LossDistillation,
+    ValueLoss,
+)
 from keel.algorithms.masks import MaskTerm
 from keel.algorithms.ratios import RATIOS, Ratio, RatioKind, Weights
 from keel.algorithms.surrogates import SurrogateTerm
@@ -66,15 +71,28 @@ def _truncating(corrections: Any) -> Any:
     )
 
 
+def _in_advantage(term: Any) -> Any:
+    """A teacher's term without a place is of the advantage."""
+    return {"place": "advantage", **term} if isinstance(term, dict) else term
+
+
 class Algorithm(FrozenModel):
-    """`divergence` and `value` are absent where None (`"none"` in TOML); masks and corrections are
-    applied in their order."""
+    """`divergence`, `distillation` and `value` are absent where None (`"none"` in TOML); masks and
+    corrections are applied in their order."""
 
     advantage: Advantage
     ratio: Ratio
     surrogate: Annotated[Surrogate, _IDLE]
     weights: Weights
     divergence: Annotated[Divergence | None, _OFF] = None
+    distillation: (
+        Annotated[
+            AdvantageDistillation | LossDistillation,
+            Field(discriminator="place"),
+            BeforeValidator(_in_advantage),
+        ]
+        | None
+    ) = None
     value: ValueLoss | None = None
     entropy: Coefficient = 0.0
     masks: Annotated[tuple[Mask, ...], AsTuple] = ()
@@ -105,8 +123,23 @@ class Algorithm(FrozenModel):
 
     @property
     def needs_teacher(self) -> bool:
+        """Whether a teacher must be there."""
+        return self.distillation is not None or self.advantage.uses_teacher
+
+    @property
+    def scores_teacher(self) -> bool:
         """Whether the advantage reads a teacher's log-probabilities."""
-        return self.advantage.uses_teacher
+        return self.advantage.uses_teacher or self.advantage_distillation is not None
+
+    @property
+    def advantage_distillation(self) -> AdvantageDistillation | None:
+        """The teacher's term, if it is added to the advantage."""
+        return self.distillation if isinstance(self.distillation, AdvantageDistillation) else None
+
+    @property
+    def loss_distillation(self) -> LossDistillation | None:
+        """The teacher's term, if it is one of the loss."""
+        return self.distillation if isinstance(self.distillation, LossDistillation) else None
 
     @property
     def needs_reward(self) -> bool:
@@ -213,7 +246,8 @@ class Algorithm(FrozenModel):
 
     @property
     def per_token_advantage(self) -> bool:
-        """Whether advantages may differ between the tokens of one sequence."""
+        """Whether advantages may differ between the tokens of one sequence, before a teacher's
+        term is added."""
         return self.advantage.varies(self)
 
 
@@ -224,6 +258,7 @@ Choice = Literal[
     "masks",
     "weights",
     "divergence",
+    "distillation",
     "value",
     "entropy",
     "auxiliary",
@@ -292,6 +327,18 @@ def contradictions(algorithm: Algorithm) -> Iterator[str]:
         )
     if algorithm.divergence is not None:
         yield from algorithm.divergence.refusals(algorithm)
+    one = algorithm.ratio_per_sequence or algorithm.surrogate.per_sequence
+    if one and algorithm.advantage_distillation is not None:
+        yield (
+            'distillation.place = "advantage" differs from token to token, and the ratio or the '
+            'surrogate is one number a sequence: set it to "loss", or ratio = "token" and '
+            'surrogate.kind = "clip"'
+        )
+    if kind == "zero" and not algorithm.needs_teacher:
+        yield (
+            'advantage "zero" learns nothing, and no other term says what is to be learned: set '
+            'distillation = { place = "loss" } and a teacher, or advantage.kind = "group_relative"'
+        )
 
 
 def _of_corrections(algorithm: Algorithm) -> Iterator[str]:

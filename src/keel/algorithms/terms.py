@@ -174,8 +174,8 @@ def user_function(entry: str, options: dict[str, Any], arguments: str) -> tuple[
 # ---------------------------------------------------------------- explanations
 
 TermKey = Literal[
-    "advantage", "ratio", "surrogate", "masks", "weights", "divergence", "value", "entropy",
-    "auxiliary", "corrections", "epochs",
+    "advantage", "ratio", "surrogate", "masks", "weights", "divergence", "distillation", "value",
+    "entropy", "auxiliary", "corrections", "epochs",
 ]  # fmt: skip
 
 
@@ -203,6 +203,7 @@ class Setting:
     old_log_probs: Literal["trainer", "engine"] = "trainer"
     reference_reset_every: int | None = None
     reference_measured: bool = False
+    teacher: Literal["model", "live", "base", "averaged"] = "model"
 
     @property
     def step_sequences(self) -> int | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from keel.algorithms.advantages import GAE
+from keel.algorithms.advantages import GAE, ZeroAdvantage
 from keel.algorithms.auxiliary import DemonstrationNLL, PositiveNLL
 from keel.algorithms.group_advantages import (
     BestOfGroup,
@@ -14,7 +14,12 @@ from keel.algorithms.group_advantages import (
     RescaledBaseline,
     SeparatelyNormalised,
 )
-from keel.algorithms.losses import Divergence, ValueLoss
+from keel.algorithms.losses import (
+    AdvantageDistillation,
+    Divergence,
+    LossDistillation,
+    ValueLoss,
+)
 from keel.algorithms.masks import BinaryKL, ClipCov, SecondMoment, TotalVariation
 from keel.algorithms.ratios import Weights
 from keel.algorithms.spec import Algorithm, Preset
@@ -235,6 +240,39 @@ VARIANTS: Final = (
             f"{CHOICE}",
             "ratio": "arXiv:2506.24119, none", "surrogate": "arXiv:2506.24119",
             "weights": f"sum over the completion: {CHOICE}, as reinforce",
+        },
+    ),
+    _variant(
+        "gkd", "Generalised knowledge distillation, on the policy's own completions",
+        "arXiv:2306.13649",
+        advantage=ZeroAdvantage(), ratio="none", surrogate=LogProb(), weights="sequence_mean",
+        distillation=LossDistillation(),
+        sources={
+            "advantage": "none is read", "ratio": "none is read", "surrogate": "0, as A is",
+            "weights": "arXiv:2306.13649 eq. 2",
+            "distillation": f"arXiv:2306.13649 eq. 1; β 0.5: {CHOICE}, TRL's",
+        },
+    ),
+    _variant(
+        "sdft", "Self-distillation: the policy, shown a demonstration, as its own teacher",
+        "arXiv:2601.19897",
+        advantage=ZeroAdvantage(), ratio="none", surrogate=LogProb(),
+        distillation=LossDistillation(mix=1.0),
+        sources={
+            "advantage": "none is read", "ratio": "none is read", "surrogate": "0, as A is",
+            "weights": f"token mean: {CHOICE}",
+            "distillation": "arXiv:2601.19897, the reverse KL",
+        },
+    ),
+    _variant(
+        "iw_opd", "On-policy distillation whose early tokens count more", "arXiv:2606.22600",
+        advantage=ZeroAdvantage(), surrogate=Unclipped(), weights="constant",
+        distillation=AdvantageDistillation(prefix_gain=0.5),
+        sources={
+            "advantage": "none is read", "ratio": "importance sampling, as opd",
+            "surrogate": "importance sampling, no clip, as opd",
+            "weights": f"a sum over tokens; over C: {CHOICE}, as opd",
+            "distillation": "arXiv:2606.22600, g 0.5",
         },
     ),
 )  # fmt: skip

@@ -169,8 +169,8 @@ class GroupLearner:
         found: str | None = self.call("bad_weight")
         return found
 
-    def refresh_reference(self) -> None:
-        self.call("refresh_reference")
+    def refresh_reference(self, rate: float = 1.0) -> None:
+        self.call("refresh_reference", rate)
 
     @torch.no_grad()
     def weights(self) -> dict[str, Tensor]:

@@ -23,7 +23,7 @@ SHARED = frozenset(
 )
 DEFAULT_PRESET = "grpo"
 PROMPTS_PER_STEP, GROUP_SIZE = 32, 8
-_CHANGES = ("kind", "preset")
+_CHANGES = ("kind", "place", "preset")
 """Where one of these differs, a table is another thing: nothing of the old one stays."""
 _ELSEWHERE: Final[dict[str, str]] = {
     "dqn": "Q-learning runs on environments: use keel control dqn --env ID",

@@ -12,7 +12,7 @@ from pydantic import (
     model_validator,
 )
 
-from keel.algorithms.terms import AsTuple, FrozenModel, Positive, Unit, UnusedIf
+from keel.algorithms.terms import AsTuple, FrozenModel, Positive, Share, Unit, UnusedIf
 from keel.config.fields import Depth, Seconds, Tokens, Width, Words
 from keel.config.secrets import wrong_key_name
 
@@ -190,15 +190,46 @@ class Model(FrozenModel):
         return self
 
 
-class TeacherModel(FrozenModel):
-    """The frozen teacher whose log-probabilities the advantage reads (on-policy distillation)."""
+_ANOTHER = UnusedIf(lambda key: key.table.name is not None, "teacher.name is another model")
+_NOT_AVERAGED = UnusedIf(lambda key: not key.table.averaged, "the teacher is not an average")
 
-    name: str
-    """Folder or hub name of a causal language model with the policy's tokenizer."""
+
+class TeacherModel(FrozenModel):
+    """The teacher of a distillation: another model, or the policy itself, which is shown more."""
+
+    name: str | None = None
+    """Folder or hub name of a causal language model with the policy's tokenizer; None: the policy,
+    with a `prompt` of its own."""
+    weights: Annotated[Literal["live", "base", "averaged"], _ANOTHER] = "base"
+    """The policy's own: as they are, as they were before the stage, or their moving average."""
+    rate: Annotated[Share, _NOT_AVERAGED] = 0.05
+    """Share of the policy's weights that each step puts into the average."""
+    prompt: str | None = None
+    """What the teacher reads for the text of the prompt (of its last message): columns of the
+    prompt, and of the completion if a program returned some, in braces."""
     revision: str | None = None
     """Branch, tag or commit on the hub."""
     dtype: Annotated[Literal["model", "bfloat16"], SAME_DTYPE] = "model"
     """Of its weights; `model` is `model.dtype`."""
+
+    @property
+    def averaged(self) -> bool:
+        """Whether it is a moving average of the policy."""
+        return self.name is None and self.weights == "averaged"
+
+    @property
+    def kept(self) -> bool:
+        """Whether it is kept as a reference policy is: a copy, or an adapter."""
+        return self.name is None and self.weights != "live"
+
+    @model_validator(mode="after")
+    def _differs(self) -> TeacherModel:
+        if self.name is None and self.prompt is None:
+            raise ValueError(
+                "the teacher is the policy itself and reads the same prompt: set teacher.prompt to "
+                'show it more ("{prompt}\\n\\n{answer}"), or teacher.name to another model'
+            )
+        return self
 
 
 class BaseModelChoice(FrozenModel):

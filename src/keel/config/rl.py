@@ -209,16 +209,21 @@ class RolloutStage(StageConfig):
 
     @model_validator(mode="after")
     def _teacher_is_read(self) -> RolloutStage:
-        kind = self.algorithm.advantage.kind
         if self.algorithm.needs_teacher and self.teacher is None:
             raise ValueError(
-                f'advantage "{kind}" reads a teacher: set teacher.name to the folder or hub name '
-                "of a model with the policy's tokenizer"
+                "the algorithm reads a teacher: set teacher.name to the folder or hub name of a "
+                "model with the policy's tokenizer"
             )
         if self.teacher is not None and not self.algorithm.needs_teacher:
             raise ValueError(
-                f'teacher.name = "{self.teacher.name}" is set, but advantage "{kind}" reads no '
-                'teacher: set algorithm = "opd", or teacher = "none"'
+                f'teacher.name = "{self.teacher.name}" is set, but the algorithm reads no teacher: '
+                'set algorithm = "opd", or teacher = "none"'
+            )
+        averaged = self.teacher is not None and self.teacher.averaged
+        if averaged and (self.scores_reference or self.reference.reset_every):
+            raise ValueError(
+                'teacher.weights = "averaged" is kept in the place of the reference policy, which '
+                'another term reads or resets: set teacher.weights = "live", or divergence = "none"'
             )
         return self
 
@@ -336,6 +341,11 @@ class RolloutStage(StageConfig):
 
     @property
     def keeps_reference(self) -> bool:
+        return self.scores_reference or (self.teacher is not None and self.teacher.kept)
+
+    @property
+    def scores_reference(self) -> bool:
+        """Whether the divergence to the reference is in the objective, or measured."""
         return self.algorithm.needs_reference or self.reference.measured
 
     def explain(self, lora: bool) -> Explanation:
@@ -360,14 +370,18 @@ class RolloutStage(StageConfig):
             old_log_probs=rollout.old_log_probs,
             reference_reset_every=self.reference.reset_every,
             reference_measured=self.reference.measured,
+            teacher="model" if self.teacher is None or self.teacher.name else self.teacher.weights,
         )
         return explain_algorithm(self.algorithm, preset=self.algorithm.preset, context=setting)
 
     def check_processes(self, model: Model, cluster: Cluster) -> None:
         """What several processes, and more than one step ahead, cannot do."""
-        if cluster.processes > 1 and model.lora is not None and self.reference.reset_every:
+        averaged = self.teacher is not None and self.teacher.averaged
+        resets = averaged or self.reference.reset_every
+        if cluster.processes > 1 and model.lora is not None and resets:
+            which = "teacher.weights" if averaged else "reference.reset_every"
             raise ValueError(
-                f"{self.name}.reference.reset_every with model.lora does not go with "
+                f"{self.name}.{which} with model.lora does not go with "
                 f"cluster.processes = {cluster.processes}: leave one of them out"
             )
         elsewhere = cluster.processes > 1 or cluster.ray is not None

@@ -216,13 +216,14 @@ def estimate(
     rewarded_N = None
     if algorithm.needs_reward and bool(unrewarded_S.any()):
         rewarded_N = segments.spread((~unrewarded_S).to(advantage_N), lengths_S) > 0
-    return_N = returns(algorithm, signals, advantage_N)
+    return_N, taught = returns(algorithm, signals, advantage_N), algorithm.advantage_distillation
     return Estimates(
         widest(advantage_N, own),
         None if return_N is None else widest(return_N, own),
         None if rewarded_N is None else rewarded_N.to(own),
         widest(segments.spread(outcome_S, lengths_S), own),
         after,
+        None if taught is None else widest(taught.value(signals), own),
     )
 
 

@@ -132,7 +132,7 @@ class Estimates:
     `advantage_N` is not whitened; `return_N` is the value model's target, None without one;
     `rewarded_N` marks the actions of sequences with a reward, None where all have one; `outcome_N`
     is the reward of each action's sequence, NaN for none. `state` is that of the advantage after
-    the step, where it has one.
+    the step, where it has one; `distillation_N` is a teacher's term.
     """
 
     advantage_N: Float[Tensor, " N"]
@@ -140,6 +140,7 @@ class Estimates:
     rewarded_N: Bool[Tensor, " N"] | None = None
     outcome_N: Float[Tensor, " N"] | None = None
     state: Mapping[str, float] = field(default_factory=dict)
+    distillation_N: Float[Tensor, " N"] | None = None
 
     def select(self, index_K: Int[Tensor, " K"]) -> Estimates:
         """The estimates of the actions at these places."""
@@ -150,8 +151,9 @@ class Estimates:
 class TrainBatch(Generic[A]):
     """An optimizer batch, or a micro-batch of one, ready for the loss.
 
-    `advantage_N` is whitened where the algorithm asks for it. The weights were set once for the
-    whole optimizer batch: `weight_N` for the surrogate and the divergence; `token_weight`, 1/N of
+    `advantage_N` is whitened where the algorithm asks for it, and a teacher's term then added where
+    it is of the advantage. The weights were set once for the whole optimizer batch:
+    `weight_N` for the surrogate and the divergence; `token_weight`, 1/N of
     all its actions, for value loss and entropy; `metric_weight`, 1/N of the actions that enter the
     loss, for metrics. So were the factors of the surrogate: `correction_N`, `kept_N` of the masks
     and `prepared_N` of the surrogate itself, where the algorithm has any that read all of it.
@@ -218,7 +220,8 @@ class Batch(Actions):
     place of each completion token among the T. `prompt_lengths` is the number of tokens before each
     completion, which neighbours of one group have in common; () where they have none. Auxiliary
     terms may score more tokens, `extra_target_M`: of replies, or of demonstrations, which are
-    sequences without any of the N. `extra_lengths` is their number in each sequence.
+    sequences without any of the N. `extra_lengths` is their number in each sequence. `taught` has
+    the same completions after the prompts that a teacher reads; None where those are the same.
     """
 
     tokens_T: Int[Tensor, " T"]
@@ -227,6 +230,7 @@ class Batch(Actions):
     prompt_lengths: tuple[int, ...] = ()
     extra_target_M: Int[Tensor, " M"] | None = None
     extra_lengths: tuple[int, ...] = ()
+    taught: Batch | None = None
 
     @cached_property
     def shared(self) -> tuple[int, ...]:
@@ -283,8 +287,9 @@ class Batch(Actions):
 
     @property
     def sizes(self) -> PackedSizes:
-        """The sizes that decide where micro-batches end."""
-        return sizes_on(self.target_N.device, self.input_lengths, self.shared)
+        """The sizes that decide where micro-batches end: those of a teacher's longer prompts."""
+        longest = self.taught or self
+        return sizes_on(self.target_N.device, longest.input_lengths, longest.shared)
 
     def select(self, indices: Sequence[int]) -> Batch:
         """The batch of these sequences, in this order; sequences are never cut."""
@@ -309,6 +314,7 @@ class Batch(Actions):
             input_lengths=input_lengths,
             prompt_lengths=tuple(self.prompt_lengths[i] for i in indices if self.prompt_lengths),
             target_N=chosen.target_N + moved(chosen.lengths),
+            taught=None if self.taught is None else self.taught.select(indices),
             **extra,
         )
 

@@ -25,7 +25,7 @@ from keel.learn.optimizer import (
     stop_unless_finite,
 )
 from keel.learn.ranks import ONE, Ranks, save_learned, spans
-from keel.models.head import Scores, ValueHead
+from keel.models.head import OtherStates, Scores, ValueHead
 from keel.models.policy import Policy
 from keel.models.reference import Critic, FrozenPolicy, Reference
 from keel.objective import segments
@@ -67,6 +67,7 @@ class Trainer(Protocol):
         others: bool = True,
         entropy: bool = False,
         squares: bool = False,
+        teacher: bool = True,
     ) -> Batch: ...
     def update(
         self,
@@ -79,7 +80,7 @@ class Trainer(Protocol):
     ) -> Losses: ...
     def cause_of(self, algorithm: Algorithm, batch: TrainBatch[Batch], beta: float) -> Cause: ...
     def bad_weight(self) -> str | None: ...
-    def refresh_reference(self) -> None: ...
+    def refresh_reference(self, rate: float = 1.0) -> None: ...
     def weights(self) -> dict[str, Tensor]: ...
     def save(self, folder: Path) -> None:
         """Write what a checkpoint holds besides the policy."""
@@ -134,12 +135,18 @@ class Learner:
         divergence = algorithm.loss_divergence
         full = divergence is not None and divergence.estimator == "full"
         packed, places = batch.read
+        taught, teacher = algorithm.loss_distillation, None
+        if taught is not None:
+            assert self.teacher is not None
+            read = packed if batch.taught is None else batch.taught.packed
+            teacher = OtherStates(self.teacher.hidden(read), self.teacher.head, taught.value)
         scores = self.policy.scores(
             packed,
             self.temperature,
             entropy=True,
             value_head=self.value_head,
             reference=self.reference if full else None,
+            teacher=teacher,
         )
         if places is not None:
             scores = scores.parted(places, len(batch.target_N))
@@ -157,11 +164,14 @@ class Learner:
         others: bool = True,
         entropy: bool = False,
         squares: bool = False,
+        teacher: bool = True,
     ) -> Batch:
         """The batch with the log-probabilities of the policy (`old`) and of the reference, and
-        (`others`) with those of the teacher and with values, where there are such models; with
+        (`others`) with those of the `teacher` and with values, where there are such models; with
         `entropy` and `squares` (Σ_v π²) those of the policy too."""
-        attempt = partial(self._score, batch, old, reference, others, entropy, squares)
+        attempt = partial(
+            self._score, batch, old, reference, others, entropy, squares, others and teacher
+        )
         return self.budget.fitting(attempt, batch.sizes, retry=self.ranks.count == 1)
 
     def passes(self, batch: P, tokens: int) -> tuple[list[P], int]:
@@ -262,10 +272,10 @@ class Learner:
             [p for optimizer in self.optimizers.values() for p in optimizer.parameters]
         )
 
-    def refresh_reference(self) -> None:
-        """Copy the policy to the reference."""
+    def refresh_reference(self, rate: float = 1.0) -> None:
+        """Copy the policy to the reference, or bring it nearer by this share."""
         assert self.reference is not None
-        self.reference.refresh(self.policy)
+        self.reference.refresh(self.policy, rate)
 
     def weights(self) -> dict[str, Tensor]:
         """The weights that learn, by the model's names, for engines to sample with."""
@@ -301,13 +311,10 @@ class Learner:
         others: bool,
         entropy: bool,
         squares: bool,
+        teacher: bool,
         tokens: int,
     ) -> Batch:
         head = self.value_head if others else None
-        frozen = {
-            "reference_log_prob_N": self.reference if reference else None,
-            "teacher_log_prob_N": self.teacher if others else None,
-        }
         found: list[dict[str, Tensor]] = []
         micros, own = self.passes(batch, tokens)
         for micro in micros:
@@ -330,9 +337,13 @@ class Learner:
                     made["value_N"] = scores.value_N
             if others and self.critic is not None:
                 made["value_N"] = self.critic.values(micro.packed)
-            for name, model in frozen.items():
-                if model is not None:
-                    made[name] = model.log_probs(micro.packed, self.temperature)
+            if reference and self.reference is not None:
+                made["reference_log_prob_N"] = self.reference.log_probs(
+                    micro.packed, self.temperature
+                )
+            if teacher and self.teacher is not None:
+                packed = (micro.taught or micro).packed
+                made["teacher_log_prob_N"] = self.teacher.log_probs(packed, self.temperature)
             found.append(made)
         whole: dict[str, Any] = _end_to_end(self.ranks, found[:own], batch.target_N.device)
         return replace(batch, **whole)
@@ -427,9 +438,10 @@ def by_gradient(
     A sequence whose advantages are all 0 has none, unless the loss has another term than the
     surrogate. At least one sequence is among the first, so that each parameter has a gradient.
     """
-    divergence = algorithm.loss_divergence is not None and beta != 0
-    auxiliary = any(term.coefficient for term in algorithm.auxiliary)
-    other_terms = divergence or algorithm.value is not None or algorithm.entropy > 0 or auxiliary
+    other_terms = algorithm.value is not None or algorithm.entropy > 0
+    other_terms |= algorithm.loss_divergence is not None and beta != 0
+    other_terms |= algorithm.loss_distillation is not None
+    other_terms |= any(term.coefficient for term in algorithm.auxiliary)
     if other_terms or not algorithm.surrogate.reads_advantage:
         return list(range(batch.sequences)), []
     changes_N = (batch.advantage_N != 0).to(torch.float32)

@@ -1,7 +1,7 @@
 """The loss of an algorithm: what its terms compute, added up.
 
-    loss = −Σ_n w_n m_n c_n s(ρ_n, A_n) + β Σ_n w_n D_n + a/N Σ_n ½(V_n − R_n)² − b/N Σ_n H_n
-         − the auxiliary terms
+    loss = −Σ_n w_n m_n c_n s(ρ_n, A_n) + β Σ_n w_n D_n + κ Σ_n w_n T_n
+           + a/N Σ_n ½(V_n − R_n)² − b/N Σ_n H_n − the auxiliary terms
 
 `w` and `c` were set once for the whole optimizer batch, and so was what masks and surrogates read
 of all of it: losses of micro-batches, and of ranks, add up.
@@ -61,6 +61,8 @@ def prepare(
     advantage_N = estimates.advantage_N
     if algorithm.advantage.whitens:
         advantage_N = segments.whiten(advantage_N, estimates.rewarded_N)
+    if estimates.distillation_N is not None:
+        advantage_N = advantage_N + estimates.distillation_N
     return TrainBatch(
         actions,
         advantage_N,
@@ -114,6 +116,7 @@ def demonstrated(
         versions=own.versions and own.versions + (0,) * count,
         extra_target_M=torch.cat([replies_M, shown.target_N + len(own.tokens_T)]),
         extra_lengths=(own.extra_lengths or (0,) * own.sequences) + shown.lengths,
+        taught=None,  # read before this
     )
     return replace(batch, actions=actions, auxiliary_K=auxiliary_K, share=1 - share)
 
@@ -251,8 +254,9 @@ class Loss:
 
     `tokens` are values (N,) of the micro-batch's actions: `log_probs` (ℓ_n), `ratios`,
     `divergences` and `entropies`, and the terms of the loss, `loss/policy`, `loss/divergence`,
-    `loss/value` and `loss/entropy`, and those auxiliary ones that are of completions. Their sum is
-    `total`, less what is of other tokens. What the algorithm does not have is not among them.
+    `loss/distillation`, `loss/value` and `loss/entropy`, and those auxiliary ones that are of
+    completions. Their sum is `total`, less what is of other tokens. What the algorithm does not
+    have is not among them.
     """
 
     total: Float[Tensor, ""]
@@ -289,6 +293,10 @@ def loss(algorithm: Algorithm, batch: TrainBatch[Any], scores: Scores, beta: flo
             log_prob_N, old_N, actions.reference_log_prob_N, scores.full_kl_N, log_ratio_N
         )
         terms["divergence"] = beta, weight_N * divergence_N
+    if algorithm.loss_distillation is not None:
+        assert scores.distillation_N is not None
+        scale = algorithm.loss_distillation.coefficient
+        terms["distillation"] = scale, weight_N * scores.distillation_N
     if algorithm.value is not None and batch.return_N is not None:
         value_N, metrics = _value(algorithm, batch, batch.return_N, scores)
         terms["value"] = algorithm.value.coefficient * batch.token_weight, value_N
@@ -382,6 +390,8 @@ def _watch(
         out["entropy"] = mean * scores.entropy_N.sum()
     if divergence_N is not None:
         out["kl"] = mean * divergence_N.sum()
+    if scores.distillation_N is not None:
+        out["teacher/divergence"] = mean * scores.distillation_N.sum()
     if batch.actions.old_log_prob_N is not None or algorithm.ratio != "none":
         out["kl/old"] = mean * divergences.k3(old_N, scores.log_prob_N).sum()
     if algorithm.ratio == "none":

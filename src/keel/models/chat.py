@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -25,7 +25,7 @@ from keel.models.text import (
 )
 from keel.models.tokenizer_round_trip import Served, apart, differing
 from keel.platform.time_limit import Hung
-from keel.types import Content, KeelError, Message, Prompt, Tools, text_of
+from keel.types import Content, Group, KeelError, Message, Prompt, Tools, text_of
 
 PROBE = "An answer to close"
 """An answer that no template changes, to find what a template writes around one."""
@@ -374,6 +374,42 @@ def encode_prompt(prompt: Prompt, chat: ChatEncoder, *, raw: bool = False) -> Pr
         raise KeelError(f"prompt {prompt.id!r} has no tokens: leave the empty prompt out")
     ids = tuple(int(t) for t in tokens)
     return dataclasses.replace(prompt, content=content, tokens=ids, opening=opening)
+
+
+def teacher_groups(
+    groups: Sequence[Group], template: str, chat: ChatEncoder, longest: int | None
+) -> Iterator[Group]:
+    """The completions in order, after what `template` makes of the columns of prompt and completion
+    in the place of the prompt's text, or that of its last message.
+
+    Raises KeelError for a column that is not there, and if that is more than `longest` tokens.
+    """
+    for group in groups:
+        prompt, turns, answers = group.prompt, group.prompt.content, group.completions
+        plain = isinstance(turns, str)
+        text = turns if isinstance(turns, str) else text_of(turns[-1])
+        own = any(one.columns for one in answers)
+        for part in [(one,) for one in answers] if own else [answers]:
+            given = {**prompt.columns, **part[0].columns, "prompt": text}
+            try:
+                content: Any = template.format_map(given)
+            except (KeyError, IndexError, ValueError) as error:
+                raise KeelError(
+                    f"teacher.prompt: prompt {prompt.id!r} has no {error}: there are "
+                    f"{', '.join(given)}",
+                    key="teacher.prompt",
+                ) from error
+            if not isinstance(turns, str):
+                content = (*turns[:-1], {**turns[-1], "content": content})
+            made = encode_prompt(dataclasses.replace(prompt, content=content), chat, raw=plain)
+            size = len(made.tokens) + max(map(len, part))
+            if longest is not None and size > longest:
+                raise KeelError(
+                    f"teacher.prompt: prompt {prompt.id!r} and its completion are {size} tokens, "
+                    f"more than the model's {longest}: shorten it",
+                    key="teacher.prompt",
+                )
+            yield Group(made, part)
 
 
 def as_turns(content: Content, tokenizer: Any, raw: bool) -> Content:

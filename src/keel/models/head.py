@@ -2,12 +2,12 @@
 
 Logits are computed for a chunk of tokens at a time, in the forward pass and again in the backward
 pass, so that only one chunk of them exists. The gradients are explicit; with z the logits after
-scale, soft cap and temperature, p = softmax(z), a the token, H the entropy, q a fixed reference
-distribution and K = Σ_v p log(p/q):
+scale, soft cap and temperature, p = softmax(z), a the token, H the entropy, D a divergence to
+another policy and d_v = ∂D/∂ log p_v, by autograd within a chunk:
 
     ∂ log p_a / ∂z_v = 1[v = a] − p_v
     ∂ H / ∂z_v       = −p_v (log p_v + H)
-    ∂ K / ∂z_v       = p_v (log p_v − log q_v − K)
+    ∂ D / ∂z_v       = d_v − p_v Σ_u d_u
 
 Logits are float32 whatever the model's dtype (float64 for a float64 model), also under
 autocast. What the products W h and those of the gradients are rounded to is the head's `dtype`:
@@ -30,12 +30,15 @@ from torch.autograd.function import once_differentiable
 from keel.config.model import HeadDtype
 from keel.models.kernels import has_triton
 from keel.models.kernels.sampling import HeadWeight, head_library
+from keel.objective.divergences import relative_entropy
 
 CHUNK_BYTES = 32 * 2**20
 """Bytes of one chunk of float32 logits on a CPU, which fits its cache."""
 GPU_CHUNK_BYTES = 2**30
 """The same on a GPU, which small products leave idle; of a small one `GPU_SHARE` at most."""
 GPU_SHARE = 64
+OTHERS_SHARE = 4
+"""Of which a chunk is one part where there are other policies' logits, too."""
 SUM_BYTES = 4 * 2**20
 """Bytes of logits whose log-sum-exp is taken at a time on a CPU."""
 CHUNK_TOKENS = 16
@@ -79,6 +82,8 @@ class Scores:
     full_kl_N: Float[Tensor, "N"] | None
     squares_N: Float[Tensor, "N"] | None = None
     """Σ_v π², without a gradient."""
+    distillation_N: Float[Tensor, "N"] | None = None
+    """The divergence to a teacher."""
     extra_log_prob_M: Float[Tensor, " M"] | None = None
     """Of tokens that only auxiliary terms read."""
 
@@ -88,6 +93,22 @@ class Scores:
         every = {f.name: getattr(self, f.name) for f in fields(self)}
         own: dict[str, Any] = {n: x[place_R[:count]] for n, x in every.items() if x is not None}
         return replace(self, **own, extra_log_prob_M=self.log_prob_N[place_R[count:]])
+
+
+@dataclass(frozen=True, eq=False)
+class OtherStates:
+    """Hidden states and head of another policy, which get no gradient, and the policy's divergence
+    to it: (c,) from log-probabilities (c, V) of both, the policy's first."""
+
+    hidden_NH: Float[Tensor, "N H"]
+    head: Head
+    divergence: Callable[[Tensor, Tensor], Tensor]
+
+    def slope(self, log_p: Tensor, log_q: Tensor, weight: Tensor) -> Tensor:
+        """∂ Σ_n weight_n D_n / ∂ log p, of a chunk."""
+        with torch.enable_grad():
+            leaf = log_p.detach().requires_grad_()
+            return torch.autograd.grad(self.divergence(leaf, log_q), leaf, weight)[0]
 
 
 class ValueHead(nn.Module):
@@ -215,28 +236,38 @@ def readout(
     *,
     entropy: bool = False,
     reference: tuple[Float[Tensor, "N H"], Head] | None = None,
+    teacher: OtherStates | None = None,
     chunk_bytes: int | None = None,
     chunk_tokens: int = CHUNK_TOKENS,
 ) -> Scores:
-    """log π(a), the entropy −Σ_v π log π, and Σ_v π log(π/π_ref), each with its gradient.
+    """log π(a), the entropy −Σ_v π log π, Σ_v π log(π/π_ref), and the divergence to a teacher, each
+    with its gradient.
 
-    The temperature divides the logits, the reference's too. `reference` is the hidden states and
-    the head of a reference policy; no gradient goes to it. A chunk holds as many tokens as fit
-    `chunk_bytes` of float32 logits (None: what suits the device), but at least `chunk_tokens`.
+    The temperature divides the logits, the others' too. `reference` is the hidden states and the
+    head of a reference policy; no gradient goes to it, or to the teacher. A chunk holds as many
+    tokens as fit `chunk_bytes` of float32 logits (None: what suits the device), but at least
+    `chunk_tokens`.
     """
     if temperature <= 0:
         raise ValueError(f"temperature must be above 0 (it is {temperature})")
+    full = None if reference is None else OtherStates(*reference, relative_entropy)
+    others = tuple(
+        replace(one, hidden_NH=one.hidden_NH.detach(), head=one.head.detached())
+        for one in (full, teacher)
+        if one is not None
+    )
     chunk_bytes = _chunk_bytes(hidden_NH.device) if chunk_bytes is None else chunk_bytes
+    chunk_bytes //= OTHERS_SHARE if others else 1
     chunk = max(chunk_tokens, chunk_bytes // (4 * head.weight.shape[0]), 1)
-    other = None if reference is None else (reference[0].detach(), reference[1].detached())
-    log_prob_N, entropy_N, divergence_N = _Readout.apply(  # type: ignore[no-untyped-call]
-        hidden_NH, head.weight, head.bias, head, token_N, temperature, entropy, other, chunk
+    log_prob_N, entropy_N, *found = _Readout.apply(  # type: ignore[no-untyped-call]
+        hidden_NH, head.weight, head.bias, head, token_N, temperature, entropy, others, chunk
     )
     return Scores(
         log_prob_N,
         entropy_N if entropy else None,
         None,
-        divergence_N if reference is not None else None,
+        None if full is None else found[0],
+        distillation_N=None if teacher is None else found[-1],
     )
 
 
@@ -384,7 +415,8 @@ class _Gradients:
 
 
 class _Readout(torch.autograd.Function):
-    """(log-probability, entropy, divergence); gradients as in the module's docstring."""
+    """(log-probability, entropy, divergence of each of the others); gradients as in the module's
+    docstring."""
 
     @staticmethod
     def forward(
@@ -396,20 +428,19 @@ class _Readout(torch.autograd.Function):
         token: Tensor,
         temperature: float,
         entropy: bool,
-        reference: tuple[Tensor, Head] | None,
+        others: tuple[OtherStates, ...],
         chunk: int,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         dtype = _precision(hidden)
-        log_prob, entropies, divergence, normaliser = (
-            torch.zeros(len(hidden), dtype=dtype, device=hidden.device) for _ in range(4)
+        log_prob, entropies, normaliser, *divergences = (
+            torch.zeros(len(hidden), dtype=dtype, device=hidden.device)
+            for _ in range(3 + len(others))
         )
         with torch.autocast(hidden.device.type, enabled=False):
             policy = _Chunks(hidden, head, temperature, chunk, dtype)
-            other = None
-            if reference is not None:
-                other = _Chunks(reference[0], reference[1], temperature, chunk, dtype)
+            made = [_Chunks(one.hidden_NH, one.head, temperature, chunk, dtype) for one in others]
             for rows in policy.slices():
-                if other is None and policy.fused:
+                if not others and policy.fused:
                     out = policy.products(rows)
                     found = kernels().statistics(out, token[rows], policy.shape, entropy=entropy)
                     log_prob[rows], normaliser[rows] = found[0], found[2]
@@ -420,28 +451,25 @@ class _Readout(torch.autograd.Function):
                 log_prob[rows] = log_p.gather(1, token[rows, None])[:, 0]
                 if entropy:
                     entropies[rows] = -(log_p.exp().mul_(log_p)).sum(1)
-                if other is not None:
-                    log_q, _ = other.log_softmax(rows)
-                    divergence[rows] = log_q.neg_().add_(log_p).mul_(log_p.exp()).sum(1)
-        ctx.save_for_backward(hidden, weight, bias, token, entropies, divergence, normaliser)
-        ctx.settings = (head, temperature, entropy, reference, chunk)
-        return log_prob, entropies, divergence
+                for value, one, chunks in zip(divergences, others, made, strict=True):
+                    value[rows] = one.divergence(log_p, chunks.log_softmax(rows)[0])
+        ctx.save_for_backward(hidden, weight, bias, token, entropies, normaliser)
+        ctx.settings = (head, temperature, entropy, others, chunk)
+        return log_prob, entropies, *divergences
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, token, entropies, divergence, normalisers = ctx.saved_tensors
-        head, temperature, entropy, reference, chunk = ctx.settings
+        hidden, weight, bias, token, entropies, normalisers = ctx.saved_tensors
+        head, temperature, entropy, others, chunk = ctx.settings
         dtype = _precision(hidden)
         with torch.autocast(hidden.device.type, enabled=False):
             head = replace(head, weight=weight, bias=bias)
             policy = _Chunks(hidden, head, temperature, chunk, dtype)
-            other = None
-            if reference is not None:
-                other = _Chunks(reference[0], reference[1], temperature, chunk, dtype)
+            made = [_Chunks(one.hidden_NH, one.head, temperature, chunk, dtype) for one in others]
             into = _Gradients(ctx.needs_input_grad, policy, bias)
             for rows in policy.slices():
-                if other is None and policy.fused:
+                if not others and policy.fused:
                     known = normalisers[rows], entropies[rows] if entropy else None
                     given = grads[0][rows], grads[1][rows]
                     out = policy.products(rows)
@@ -449,18 +477,20 @@ class _Readout(torch.autograd.Function):
                     out = kernels().gradient(out, token[rows], shape, known, given, into_dtype)
                     into.add(rows, out, policy)
                     continue
-                g, g_entropy, g_divergence = (grad[rows, None].to(dtype) for grad in grads)
+                g, g_entropy, *g_others = (grad[rows, None].to(dtype) for grad in grads)
                 log_p, normaliser = policy.log_softmax(rows)
                 slope = policy.cap_slope(log_p, normaliser)
-                factor = -g
+                factor, direct = -g, None
                 if entropy:
                     factor = factor - g_entropy * (log_p + entropies[rows, None])
-                if other is not None:
-                    log_q, _ = other.log_softmax(rows)
-                    gap = log_q.neg_().add_(log_p).sub_(divergence[rows, None])
-                    factor = gap.mul_(g_divergence).add_(factor)
+                for one, chunks, weight_c in zip(others, made, g_others, strict=True):
+                    found = one.slope(log_p, chunks.log_softmax(rows)[0], weight_c[:, 0])
+                    factor = factor - found.sum(1, keepdim=True)
+                    direct = found if direct is None else direct.add_(found)
                 grad = log_p.exp_().mul_(factor)
                 grad.scatter_add_(1, token[rows, None], g)
+                if direct is not None:
+                    grad += direct
                 if slope is not None:
                     grad.mul_(slope)
                 into.add(rows, grad.mul_(head.scale / temperature), policy)

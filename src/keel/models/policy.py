@@ -36,7 +36,7 @@ from keel.models.families import (
     hidden_states,
     prepare,
 )
-from keel.models.head import Head, Scores, ValueHead, readout
+from keel.models.head import Head, OtherStates, Scores, ValueHead, readout
 from keel.models.head import squares as squared
 from keel.models.loading import (
     check_pair,
@@ -182,12 +182,13 @@ class Policy(nn.Module):
         squares: bool = False,
         value_head: ValueHead | None = None,
         reference: HiddenStates | None = None,
+        teacher: OtherStates | None = None,
     ) -> Scores:
-        """log π of each scored token and, on request, entropy, Σ_v π² (without a gradient), value
-        and Σ_v π log(π/π_ref).
+        """log π of each scored token and, on request, entropy, Σ_v π² (without a gradient), value,
+        Σ_v π log(π/π_ref) and the divergence to a teacher.
 
         One forward pass; logits are computed in chunks. The temperature divides the logits of
-        policy and reference.
+        policy, reference and teacher.
         """
         other = None
         if reference is not None:
@@ -197,8 +198,9 @@ class Policy(nn.Module):
         def compute() -> Scores:
             hidden_NH = hidden_states(self.model, packed, self.autocast)
             out = readout(
-                hidden_NH, self.head, packed.scored(), temperature, entropy=entropy, reference=other
-            )
+                hidden_NH, self.head, packed.scored(), temperature,
+                entropy=entropy, reference=other, teacher=teacher,
+            )  # fmt: skip
             if squares:
                 out = replace(out, squares_N=squared(hidden_NH, self.head, temperature))
             return out if value_head is None else replace(out, value_N=value_head(hidden_NH))

@@ -71,8 +71,8 @@ class Reference(FrozenPolicy, ABC):
     """The policy as it was, or its base."""
 
     @abstractmethod
-    def refresh(self, policy: Policy) -> None:
-        """Become equal to the policy as it is now."""
+    def refresh(self, policy: Policy, rate: float = 1.0) -> None:
+        """Become equal to the policy as it is now, or come nearer to it by this share."""
 
     @abstractmethod
     def state(self) -> dict[str, Tensor]:
@@ -91,8 +91,8 @@ class FrozenCopy(Reference):
         compile_again(copied)
         super().__init__(copied, policy.autocast, policy.tokens)
 
-    def refresh(self, policy: Policy) -> None:
-        _copy(lora.plain_weights(policy.model), self.state())
+    def refresh(self, policy: Policy, rate: float = 1.0) -> None:
+        _copy(lora.plain_weights(policy.model), self.state(), rate)
 
     def state(self) -> dict[str, Tensor]:
         """Every parameter and persistent buffer once; tied ones under the first of their names."""
@@ -129,8 +129,11 @@ class AdapterOff(Reference):
         assert weight is not None
         return replace(head, weight=weight, bias=lora.kept_weight(model, head.bias))
 
-    def refresh(self, policy: Policy) -> None:
-        lora.freeze_reference(policy.model)
+    def refresh(self, policy: Policy, rate: float = 1.0) -> None:
+        if rate == 1.0:
+            return lora.freeze_reference(policy.model)
+        own, kept = (lora.adapter_weights(policy.model, x) for x in (lora.POLICY, lora.REFERENCE))
+        _copy(dict(zip(kept, own.values(), strict=True)), kept, rate)
 
     def state(self) -> dict[str, Tensor]:
         if not lora.has_reference(self.model):
@@ -148,9 +151,12 @@ class AdapterOff(Reference):
 
 
 @torch.no_grad()
-def _copy(source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:
+def _copy(source: Mapping[str, Tensor], target: Mapping[str, Tensor], rate: float = 1.0) -> None:
     for name, tensor in target.items():
-        tensor.copy_(source[name])
+        if rate < 1 and tensor.is_floating_point():
+            tensor.lerp_(source[name].to(tensor.dtype), rate)
+        else:
+            tensor.copy_(source[name])
 
 
 # ---------------------------------------------------------------- the teacher
@@ -177,6 +183,8 @@ def check_teacher(choice: TeacherModel, policy: Policy, spec: Model, longest: in
     Raises KeelError where they do not load, where a token of the policy has another id or none in
     its tokenizer, or where its vocabulary or its context is too small.
     """
+    if choice.name is None:
+        return
     own, where = teacher_spec(choice, spec), f"teacher.name = {choice.name!r}"
     with naming_key("teacher.name"):
         config, tokenizer = read_config(own).get_text_config(), load_tokenizer(own)

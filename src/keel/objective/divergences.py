@@ -88,10 +88,21 @@ def full(
 
     Source: Kullback and Leibler 1951.
     """
-    log_prob_NV = torch.log_softmax(logits_NV, dim=-1)
     reference_NV = torch.log_softmax(reference_logits_NV, dim=-1)
+    return relative_entropy(torch.log_softmax(logits_NV, dim=-1), reference_NV)
+
+
+def relative_entropy(
+    log_prob_NV: Float[Tensor, "N V"], other_NV: Float[Tensor, "N V"]
+) -> Float[Tensor, " N"]:
+    """The same of log-probabilities.
+
+        KL(a‖b) = Σ_v a(v) (log a(v) − log b(v))
+
+    Source: Kullback and Leibler 1951.
+    """
     impossible_NV = log_prob_NV == -torch.inf
-    difference_NV = log_prob_NV.masked_fill(impossible_NV, 0.0) - reference_NV.masked_fill(
+    difference_NV = log_prob_NV.masked_fill(impossible_NV, 0.0) - other_NV.masked_fill(
         impossible_NV, 0.0
     )
     return (log_prob_NV.exp() * difference_NV).sum(-1)

@@ -1,5 +1,5 @@
-"""Advantages per token: temporal differences, n-step, Monte Carlo, GAE between them, a teacher's
-log-ratio; and the loss of the value model that they read.
+"""Advantages per token: temporal differences, n-step, Monte Carlo, GAE between them; and the
+loss of the value model that they read.
 
 A state is what the model has read before it writes a token, so the recursion steps from one written
 token to the next and tool output in between decays nothing. `next_value_N` is V of the state after
@@ -15,7 +15,6 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from keel.objective import divergences
 from keel.objective.segments import continues, linear_recurrence, segment_sum, spread
 
 
@@ -161,34 +160,6 @@ def adaptive_lambda(
     Source: VAPO, arXiv:2504.05118, α = 0.05.
     """
     return (1 - 1 / (alpha * lengths_S.to(dtype))).clamp(min=0.0)
-
-
-def teacher_log_ratio(
-    old_log_prob_N: Float[Tensor, " N"],
-    teacher_log_prob_N: Float[Tensor, " N"],
-    lengths_S: Int[Tensor, " S"],
-    *,
-    gamma: float,
-) -> Float[Tensor, " N"]:
-    """Minus k1 to the teacher, with those of the tokens that follow discounted.
-
-        A_n = Σ_k γ^k (ℓ_teacher,n+k − ℓ_old,n+k)
-
-    Each log-ratio is clamped to ±20, as in every estimator of a divergence. On policy, with tokens
-    sampled from π_old, E[Σ_n A_n ∇ℓ_n] is minus
-
-    | γ = 0 | Σ_n ∇KL(π‖π_teacher) of the next token, the distribution of states held fixed |
-    | γ = 1 | ∇KL(π‖π_teacher) of whole completions |
-
-    since the score has mean 0 in every state: E[∇ℓ_n d_n] = ∇E[d_n], and the terms of earlier
-    tokens vanish. With γ = 0 a token answers only for how unlikely the teacher finds it where it
-    stands, not for the states that it leads to.
-
-    Source: Lu 2025, On-Policy Distillation (Thinking Machines Lab), where γ = 0; arXiv:2601.02780
-    eq. 8.
-    """
-    log_ratio_N = -divergences.k1(old_log_prob_N, teacher_log_prob_N)
-    return returns_to_go(log_ratio_N, lengths_S, gamma=gamma)
 
 
 def value_loss(

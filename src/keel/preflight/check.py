@@ -318,7 +318,7 @@ def _check_objective(context: StageContext, plan: SamplingPlan) -> None:
         with context.stops("as its value model is made", f"{prefix}value.name"):
             seed = derive(recipe.seed, stage.name)
             load_critic(name, context.policy, recipe.model, seed)
-    if sampling.teacher is not None:
+    if sampling.teacher is not None and sampling.teacher.name is not None:
         with context.stops("as its teacher is made", f"{prefix}teacher.name"):
             longest = longest_sequence(sampling, context.policy)
             load_teacher(sampling.teacher, context.policy, recipe.model, longest)

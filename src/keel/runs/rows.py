@@ -39,7 +39,10 @@ SCORED = ("old_log_probs", "reference_log_probs", "teacher_log_probs", "values")
 """Values of tokens that the models gave before the update."""
 LEARNED = ("advantages", "ratios", "divergences", "entropies")
 """Values of tokens that the update computed, besides the terms of the loss."""
-TERMS = tuple(LOSS + n for n in ("policy", "divergence", "value", "entropy", "positive_nll"))
+TERMS = tuple(
+    LOSS + name
+    for name in ("policy", "divergence", "distillation", "value", "entropy", "positive_nll")
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -25,6 +25,7 @@ from keel.learn.batch import LESS, Batch, Estimates, TrainBatch, from_groups, oo
 from keel.learn.learner import Losses, Trainer, by_gradient
 from keel.learn.loss import adapted_beta, demonstrated, limited, prepare, value_metrics
 from keel.learn.optimizer import Cause, NotFinite, learning_rate
+from keel.models.chat import teacher_groups
 from keel.objective import corrections, divergences, ratios
 from keel.runs.rows import LOSS, RolloutRow
 from keel.training.evaluator import Evaluators
@@ -38,9 +39,10 @@ from keel.training.state import Progress, State, rollout_records
 class LossConfig:
     """Which sequences of a step are in the loss, and what is computed for it before the update.
 
-    `score_old` and `score_reference` say whether the trainer computes the log-probabilities of
-    the policy before the update and of the reference, `score_entropy` and `score_squares` whether
-    the policy's entropy and Σ_v π² too; with `old_log_probs` = "engine" the former
+    `score_old`, `score_reference` and `score_teacher` say whether the trainer computes the
+    log-probabilities of the policy before the update, of the reference and of the teacher,
+    `score_entropy` and `score_squares` whether the policy's entropy and Σ_v π² too; with
+    `old_log_probs` = "engine" the first
     are the engine's. With `ratio_to_itself` the ratio divides by the update's own, so that it is 1
     although dropout moves them.
     """
@@ -52,6 +54,7 @@ class LossConfig:
     score_entropy: bool = False
     score_squares: bool = False
     score_reference: bool = False
+    score_teacher: bool = True
     ratio_to_itself: bool = False
 
 
@@ -68,6 +71,8 @@ class Schedule:
     """Steps at the start in which only the value model learns; the policy's schedule begins after
     them."""
     reference_reset_every: int | None = None
+    reference_rate: float = 1.0
+    """Share of the policy's weights that the reference then gets; below 1 for an average."""
 
     def rates(self, number: int, scale: float) -> tuple[float | None, float]:
         """The learning rates of the policy (None: it does not learn yet) and the value model,
@@ -93,6 +98,8 @@ class RLLoop(Loop):
     demonstrations: Callable[[int, int], Batch] | None = None
     """Those of an optimizer step, by the number of its step and its own in that."""
     evaluators: Evaluators | None = None
+    teacher_prompt: str | None = None
+    """The template of what the teacher reads, if that is not the prompt."""
     seed: int
 
     @property
@@ -219,6 +226,10 @@ def score(loop: RLLoop, rollouts: Rollouts) -> Batch:
     learner, config = loop.learner, loop.loss
     replies = any(term.of == "replies" and term.coefficient for term in loop.algorithm.auxiliary)
     batch = from_groups(rollouts.groups, learner.device, replies=replies)
+    if loop.teacher_prompt is not None:
+        longest, chat = learner.policy.context, loop.sampler.chat
+        taught = [*teacher_groups(rollouts.groups, loop.teacher_prompt, chat, longest)]
+        batch = replace(batch, taught=from_groups(taught, learner.device))
     if config.old_log_probs == "engine":
         batch = replace(batch, old_log_prob_N=batch.engine_log_prob_N)
     return learner.score(
@@ -227,6 +238,7 @@ def score(loop: RLLoop, rollouts: Rollouts) -> Batch:
         reference=config.score_reference,
         entropy=config.score_entropy,
         squares=config.score_squares,
+        teacher=config.score_teacher,
     )
 
 
@@ -385,7 +397,7 @@ def _reset_reference(loop: RLLoop, number: int) -> None:
     """Copy the policy to the reference if the schedule does after this step."""
     every = loop.schedule.reference_reset_every
     if loop.learner.has_reference and every is not None and number % every == 0:
-        loop.learner.refresh_reference()
+        loop.learner.refresh_reference(loop.schedule.reference_rate)
 
 
 def _diagnose(loop: RLLoop, rollouts: Rollouts, part: Minibatch, beta: float) -> tuple[Cause, str]:

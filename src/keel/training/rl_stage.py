@@ -36,6 +36,7 @@ from keel.models.loading import describe_model
 from keel.models.policy import Policy, load_policy
 from keel.models.reference import (
     Critic,
+    FrozenPolicy,
     critic_from_policy,
     load_critic,
     load_teacher,
@@ -156,11 +157,17 @@ def build_learner(
     reference = reference_for(policy, state) if stage.keeps_reference else None
     if reference is not None and reference.model is not policy.model:
         spread(reference.model, reference.autocast)
-    teacher = None
-    if stage.teacher is not None:
+    teacher: FrozenPolicy | None = reference
+    if stage.teacher is None:
+        teacher = None
+    elif stage.teacher.name is not None:
         longest = longest_sequence(stage.sampling, policy)
         teacher = load_teacher(stage.teacher, policy, model, longest)
         spread(teacher.model, teacher.autocast)
+    elif stage.teacher.weights == "live":
+        teacher = FrozenPolicy(policy.model, policy.autocast, policy.tokens)
+    elif stage.teacher.averaged and policy.has_lora and state is None and reference is not None:
+        reference.refresh(policy)  # an average begins as a second adapter
     spread(policy.model, policy.autocast)
     if value_head is not None:
         spread(value_head)
@@ -293,6 +300,7 @@ def build_loop(
         learner=models.learner,
         sampler=sampler,
         prefetcher=build_prefetcher(stage, sampler, run.resume_from),
+        teacher_prompt=None if stage.teacher is None else stage.teacher.prompt,
         seed=seed,
     )
 
@@ -364,7 +372,7 @@ def loss_config(stage: RolloutStage, model: Model) -> rl.LossConfig:
             or adaptive
             or penalised
             or stage.reference.measured
-            or algorithm.needs_teacher
+            or algorithm.scores_teacher
             or drops
             or algorithm.whole_batch
             or bool(algorithm.corrections)
@@ -374,12 +382,14 @@ def loss_config(stage: RolloutStage, model: Model) -> rl.LossConfig:
         score_entropy=algorithm.reads_entropy,
         score_squares=algorithm.advantage.reads_squares,
         ratio_to_itself=drops and stage.own_ratio,
-        score_reference=stage.keeps_reference,
+        score_reference=stage.scores_reference,
+        score_teacher=algorithm.scores_teacher,
     )
 
 
 def schedule(stage: RolloutStage) -> rl.Schedule:
     """The updates of a stage."""
+    averaged = stage.teacher is not None and stage.teacher.averaged
     return rl.Schedule(
         steps=stage.steps,
         epochs=stage.epochs,
@@ -387,7 +397,8 @@ def schedule(stage: RolloutStage) -> rl.Schedule:
         optimizer=stage.optimizer,
         value_optimizer=stage.value.optimizer or stage.optimizer,
         value_warmup_steps=0 if stage.algorithm.value is None else stage.value.warmup_steps,
-        reference_reset_every=stage.reference.reset_every,
+        reference_reset_every=1 if averaged else stage.reference.reset_every,
+        reference_rate=stage.teacher.rate if averaged and stage.teacher else 1.0,
     )
 
 

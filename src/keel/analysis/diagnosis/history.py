@@ -153,7 +153,7 @@ def _bare(text: str) -> bool:
 Steps = npt.NDArray[np.int64]
 GROUP_ADVANTAGES = ("group_relative", "leave_one_out", "process_group_relative", "optimal")
 """Advantages that are 0 if all rewards of a group are equal."""
-UNREWARDED_ADVANTAGES = ("teacher_log_ratio",)
+UNREWARDED_ADVANTAGES = ("zero",)
 """Advantages that read no reward: what rewards show says nothing of the signal."""
 
 

@@ -1,0 +1,33 @@
+"""Updates with a teacher in the loss: a micro-batch of any size gives one gradient."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from keel.algorithms.presets import PRESETS
+from keel.learn.learner import backward
+from keel.learn.ranks import ONE
+from tests.cluster.updates import built, parts_of
+
+
+def gradients(tokens: int) -> tuple[float, dict[str, Tensor]]:
+    """The divergence of a batch, in micro-batches, and its gradient in each weight, in float64."""
+    learner = built("gkd", False, ONE, family="gpt2")  # Llama's norms are float32
+    batch = parts_of(learner, "gkd", 0)[0].batch
+    made = backward(learner, PRESETS["gkd"].algorithm, batch, 0.0, tokens)
+    found = {name: p.grad for name, p in learner.policy.trainable().items() if p.grad is not None}
+    return float(made.metrics["teacher/divergence"]), found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tokens", [1, 64])
+def test_micro_batches_do_not_change_a_gradient(tokens: int) -> None:
+    whole, wanted = gradients(100_000)
+    cut, found = gradients(tokens)
+    assert whole > 1e-3
+    assert cut == pytest.approx(whole, abs=1e-12)
+    assert max(float(gradient.abs().max()) for gradient in wanted.values()) > 1e-4
+    for name, gradient in wanted.items():
+        torch.testing.assert_close(found[name], gradient, rtol=0, atol=1e-12, msg=name)
