@@ -106,7 +106,8 @@ def gradient(
         of_N = whole.actions.action_index(list(part))
         spans = [torch.arange(ends[i] - whole.actions.extra_lengths[i], ends[i]) for i in part]
         scores = Scores(own[0][of_N], own[2][of_N], own[3][of_N], None)
-        scores = replace(scores, extra_log_prob_M=own[1][torch.cat(spans)])
+        extra_M, taught_N = own[1][torch.cat(spans)], own[0][of_N].square()
+        scores = replace(scores, extra_log_prob_M=extra_M, distillation_N=taught_N)
         out = loss(algorithm, whole.select(list(part)), scores, 0.04)
         out.total.backward()  # type: ignore[no-untyped-call]
         total += float(out.total.detach())

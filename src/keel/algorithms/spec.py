@@ -305,9 +305,9 @@ def contradictions(algorithm: Algorithm) -> Iterator[str]:
         )
     yield from _of_corrections(algorithm)
     kinds = [term.kind for term in algorithm.auxiliary]
-    for at, one in enumerate(kinds):
-        if one in kinds[:at]:
-            yield f'auxiliary.{at} = "{one}" is there a second time: leave one out'
+    for at, name in enumerate(kinds):
+        if name in kinds[:at]:
+            yield f'auxiliary.{at} = "{name}" is there a second time: leave one out'
     kind = algorithm.advantage.kind
     if algorithm.ratio_per_sequence and algorithm.per_token_advantage:
         yield (
@@ -327,14 +327,14 @@ def contradictions(algorithm: Algorithm) -> Iterator[str]:
         )
     if algorithm.divergence is not None:
         yield from algorithm.divergence.refusals(algorithm)
-    one = algorithm.ratio_per_sequence or algorithm.surrogate.per_sequence
-    if one and algorithm.advantage_distillation is not None:
+    whole = algorithm.ratio_per_sequence or algorithm.surrogate.per_sequence
+    if whole and algorithm.advantage_distillation is not None:
         yield (
             'distillation.place = "advantage" differs from token to token, and the ratio or the '
             'surrogate is one number a sequence: set it to "loss", or ratio = "token" and '
             'surrogate.kind = "clip"'
         )
-    if kind == "zero" and not algorithm.needs_teacher:
+    if kind == "zero" and not algorithm.needs_teacher and not algorithm.auxiliary:
         yield (
             'advantage "zero" learns nothing, and no other term says what is to be learned: set '
             'distillation = { place = "loss" } and a teacher, or advantage.kind = "group_relative"'

@@ -219,6 +219,13 @@ class RolloutStage(StageConfig):
                 f'teacher.name = "{self.teacher.name}" is set, but the algorithm reads no teacher: '
                 'set algorithm = "opd", or teacher = "none"'
             )
+        others = [term.kind for term in self.algorithm.auxiliary if term.of != "completions"]
+        shown = self.teacher is not None and self.teacher.prompt is not None
+        if others and shown and self.algorithm.loss_distillation is not None:
+            raise ValueError(
+                f'algorithm.auxiliary "{others[0]}" scores tokens that teacher.prompt has no place '
+                'for: set distillation.place = "advantage", or leave one of the two out'
+            )
         averaged = self.teacher is not None and self.teacher.averaged
         if averaged and (self.scores_reference or self.reference.reset_every):
             raise ValueError(
