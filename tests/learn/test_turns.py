@@ -116,7 +116,9 @@ def test_reply_names_the_state_of_a_real_environment() -> None:
         turns, (1.0, 1.0, 0.0, 1.0), found_N.split(batch.lengths), strict=True
     ):
         expected = [reward - 0.75 + 2.0 * (v - np.mean(states[s])) for s, v in walk]
-        assert part_N.tolist() == pytest.approx(np.repeat(expected, 2).tolist())  # each with its end
+        assert part_N.tolist() == pytest.approx(
+            np.repeat(expected, 2).tolist()
+        )  # each with its end
 
 
 # ---------------------------------------------------------------- the whole batch

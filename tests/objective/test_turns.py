@@ -192,7 +192,9 @@ def test_role_relative_is_the_loop(size: int, seed: int, decay: float) -> None:
     rewards[seed % size] = math.nan
     roles = [(i + seed) % 3 for i in range(size)]
     before = loops.random(3, seed + 1).tolist()
-    expected = [0.0 if math.isnan(r) else r - before[k] for r, k in zip(rewards, roles, strict=True)]
+    expected = [
+        0.0 if math.isnan(r) else r - before[k] for r, k in zip(rewards, roles, strict=True)
+    ]
     found_S, after_R = baselines.role_relative(
         loops.tensor(rewards), loops.ints(roles), loops.tensor(before), decay=decay
     )

@@ -538,7 +538,7 @@ def _bare(prompt: Prompt, role_column: str | None) -> Prompt:
     content, tools = json.loads(json.dumps((prompt.content, prompt.tools), default=plain))
     answer = expected_answer(prompt)
     columns = {} if answer is None else {"answer": answer}
-    if role_column in prompt.columns:
+    if role_column is not None and role_column in prompt.columns:
         columns[role_column] = str(prompt.columns[role_column])
     return replace(prompt, content=content, columns=columns, tools=tuple(tools))
 
