@@ -42,6 +42,7 @@ GROUP = (f"{OBJECTIVE}group_advantages.py",)
 TEMPORAL = (f"{OBJECTIVE}segments.py", f"{OBJECTIVE}gae.py")
 POLICY = (f"{OBJECTIVE}surrogates.py", f"{OBJECTIVE}ratios.py")
 DIVERGENCE = (f"{OBJECTIVE}divergences.py", f"{OBJECTIVE}enumeration.py")
+TURNS = (f"{OBJECTIVE}turns.py",)
 CORRECTIONS = tuple(f"{OBJECTIVE}{name}.py" for name in ("corrections", "masks", "variants"))
 PREFERENCE = (f"{OBJECTIVE}preference.py",)
 JUDGED = ("tests/training/test_trl_preferences.py",)
@@ -215,6 +216,22 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation("TOPR fades the right answers", "objective/weighted.py",
              "outcome_S > threshold, torch.ones_like", "outcome_S <= threshold, torch.ones_like",
              CORRECTIONS),
+    Mutation("GiGPO: states of all groups together", "learn/anchors.py",
+             "setdefault((at, key)", "setdefault((0, key)", ("tests/learn/test_turns.py",)),
+    Mutation("GiGPO: rewards of a turn alone, not to go", "objective/turns.py",
+             "return_U = returns_to_go(segment_sum(reward_N, lengths_U), turns_S, gamma=gamma)",
+             "return_U = segment_sum(reward_N, lengths_U)", TURNS),
+    Mutation("MT-GRPO: the last turn is compared as a turn too", "objective/turns.py",
+             "masked_fill(absent_U | ~before_U", "masked_fill(absent_U", TURNS),
+    Mutation("turn GAE: the token's λ to the next turn", "objective/turns.py",
+             "ahead_U = turn_gamma * turn_lam *", "ahead_U = turn_gamma * lam *", TURNS),
+    Mutation("RAE: the average moves before it is used", "objective/baselines.py",
+             "(known_S - baseline_R[role_S])",
+             "(known_S - (kept_R * baseline_R + (1 - kept_R) * mean_R)[role_S])", TURNS),
+    Mutation("the state of an advantage is not resumed", "training/rl.py",
+             "estimate(algorithm, batch, rewards, beta, advantage)",
+             "estimate(algorithm, batch, rewards, beta)",
+             ("tests/training/test_resume.py::test_state_of_an_advantage_is_in_checkpoints",)),
     Mutation("MaxRL over the standard deviation's ε", "objective/group.py",
              "group.centred_S / (group.mean_S + epsilon)", "group.centred_S / (1 + epsilon)",
              CORRECTIONS),

@@ -57,13 +57,25 @@ def test_resume_ends_as_the_uninterrupted_run(case: str, tmp_path: Path) -> None
     assert differences(whole.path, tmp_path / "again") == []
 
 
+def ones(completions: list[str]) -> list[float]:
+    return [1.0] * len(completions)
+
+
 def test_state_of_an_advantage_is_in_checkpoints(tmp_path: Path) -> None:
-    """The moving averages of roles, of which no later step has the first one's."""
-    run = load(train(CASES["roles-ahead"].make(tmp_path), tmp_path / "run").path)
-    states = [json.loads((one.path / "state.json").read_text()) for one in run.checkpoints()]
-    averages = [state["advantage"] for state in states]
-    assert all(set(one) == {"a", "b"} for one in averages)
-    assert len({one["a"] for one in averages}) == len(averages)
+    """The moving averages of roles: of equal rewards, 1 less the decay for each so far."""
+    keys = ("tasks=[{name='tests.soak.cases:echo'}]", "steps=3", "checkpoints.every=1")
+    reward = f"rewards.functions=[{{function='{__name__}:ones'}}]"
+    advantage = "algorithm.advantage={role='side', decay=0.9}"
+    run = load(
+        train(small("algorithm.preset=rae", advantage, reward, *keys), tmp_path / "run").path
+    )
+    sides = dict.fromkeys("ab", 0)
+    for step, checkpoint in enumerate(run.checkpoints(), 1):
+        for row in run.rollouts(step):
+            sides["ab"[int(row["prompt_id"].rpartition("/")[2]) % 2]] += 1
+        state = json.loads((checkpoint.path / "state.json").read_text())["advantage"]
+        assert state == {side: pytest.approx(1 - 0.9**n) for side, n in sides.items() if n}
+    assert step == 3
 
 
 def test_a_stage_that_has_not_begun_can_change(tmp_path: Path) -> None:

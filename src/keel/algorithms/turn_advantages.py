@@ -116,8 +116,8 @@ class TurnRelative(AdvantageTerm):
         weighed = rf"+ {number(self.outcome_weight)} \cdot A_{{O,i}}"
         cases = rf"{turn} {weighed} \text{{ before the last turn}}, \quad A_{{O,i}}"
         text = (
-            f"$r_{{i,k}}$ are the rewards given in turn $k$ of the token{less(algorithm)}; $O_i$ is "
-            f"what the last turn is given. Both are compared within {over(setting)}, a turn with "
+            f"$r_{{i,k}}$ are the rewards given in turn $k$ of the token{less(algorithm)}; $O_i$ "
+            f"are those of the last turn. Both are compared within {over(setting)}, a turn with "
             "the same turn of those that go on after it; with none of them it gets the outcome's "
             "part alone."
         )
@@ -162,10 +162,9 @@ class TurnGAE(AdvantageTerm):
         last = rf"r_n + {turn_gamma} \cdot V_{{u+1}} - V_n"
         turn = rf"r_u + {turn_gamma} \cdot V_{{u+1}} - V_u"
         text = (
-            f"The first line is within a turn, the second for its last token. $V_u$ is the value "
-            f"before the first token of turn $u$, 0 after the last turn; $r_u$ are the rewards given "
-            f"in the turn. {rewards(algorithm)}. With one turn it is generalised advantage "
-            "estimation."
+            "The first line is within a turn, the second for its last token. $V_u$ is the value "
+            "before the first token of turn $u$, 0 after the last turn; $r_u$ are the turn's "
+            f"rewards. {rewards(algorithm)}. With one turn it is generalised advantage estimation."
         )
         equations = (
             inside,
