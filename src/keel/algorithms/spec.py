@@ -17,12 +17,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from keel.algorithms import group_advantages, weighted  # noqa: F401  (their kinds)
 from keel.algorithms.advantages import AdvantageTerm
 from keel.algorithms.corrections import CorrectionTerm
-from keel.algorithms.losses import (
-    AdvantageDistillation,
-    Divergence,
-    LossDistillation,
-    ValueLoss,
-)
+from keel.algorithms.losses import AdvantageDistillation, Divergence, LossDistillation, ValueLoss
 from keel.algorithms.masks import MaskTerm
 from keel.algorithms.ratios import RATIOS, Ratio, RatioKind, Weights
 from keel.algorithms.surrogates import SurrogateTerm
