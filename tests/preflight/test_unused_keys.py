@@ -97,6 +97,9 @@ rollout.vllm.gpu_memory_utilization=0.6
 algorithm.corrections.kind=truncate model.dtype=bfloat16 rollout.dtype=bfloat16
 algorithm=opd teacher.name=a/b rollout.overlong_buffer=8
 algorithm=opd model.dtype=bfloat16 teacher.name=a/b teacher.dtype=bfloat16
+algorithm=opd teacher.name=a/b teacher.weights=live
+algorithm=opd teacher.prompt=x teacher.rate=0.5
+algorithm=opd teacher.prompt=x teacher.revision=main
 algorithm=ppo algorithm.advantage.adaptive_alpha=0.1 algorithm.advantage.lam=0.9
 algorithm=dr_grpo algorithm.advantage.epsilon=0.1
 algorithm=dr_grpo algorithm.advantage.ddof=0

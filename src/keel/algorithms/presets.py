@@ -18,12 +18,7 @@ from keel.algorithms.group_advantages import (
     Optimal,
     ProcessGroupRelative,
 )
-from keel.algorithms.losses import (
-    Adaptive,
-    AdvantageDistillation,
-    Divergence,
-    ValueLoss,
-)
+from keel.algorithms.losses import Adaptive, AdvantageDistillation, Divergence, ValueLoss
 from keel.algorithms.ratios import Ratio, Weights
 from keel.algorithms.spec import Advantage, Algorithm, Preset, Surrogate
 from keel.algorithms.surrogates import Clip, Geometric, Sapo, Unclipped

@@ -18,12 +18,7 @@ from keel.algorithms import group_advantages, turn_advantages, weighted  # noqa:
 from keel.algorithms.advantages import AdvantageTerm
 from keel.algorithms.auxiliary import AuxiliaryTerm, DemonstrationNLL
 from keel.algorithms.corrections import CorrectionTerm
-from keel.algorithms.losses import (
-    AdvantageDistillation,
-    Divergence,
-    LossDistillation,
-    ValueLoss,
-)
+from keel.algorithms.losses import AdvantageDistillation, Divergence, LossDistillation, ValueLoss
 from keel.algorithms.masks import MaskTerm
 from keel.algorithms.ratios import RATIOS, Ratio, RatioKind, Weights
 from keel.algorithms.surrogates import SurrogateTerm

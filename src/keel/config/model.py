@@ -191,6 +191,7 @@ class Model(FrozenModel):
 
 
 _ANOTHER = UnusedIf(lambda key: key.table.name is not None, "teacher.name is another model")
+_OWN = UnusedIf(lambda key: key.table.name is None, "the teacher is the policy itself")
 _NOT_AVERAGED = UnusedIf(lambda key: not key.table.averaged, "the teacher is not an average")
 
 
@@ -207,9 +208,9 @@ class TeacherModel(FrozenModel):
     prompt: str | None = None
     """What the teacher reads for the text of the prompt (of its last message): columns of the
     prompt, and of the completion if a program returned some, in braces."""
-    revision: str | None = None
+    revision: Annotated[str | None, _OWN] = None
     """Branch, tag or commit on the hub."""
-    dtype: Annotated[Literal["model", "bfloat16"], SAME_DTYPE] = "model"
+    dtype: Annotated[Literal["model", "bfloat16"], SAME_DTYPE, _OWN] = "model"
     """Of its weights; `model` is `model.dtype`."""
 
     @property
