@@ -271,8 +271,8 @@ def profiles(job: Job) -> None:
     from benchmarks import update
     from keel.config.stage import Optimizer
     from keel.engines.native import NativeEngine
-    from keel.learn.batch import TokenBudget
     from keel.learn.learner import Learner
+    from keel.learn.memory import TokenBudget
     from keel.learn.optimizer import WeightOptimizer, trainable
     from keel.types import Prompt, Sampling
 

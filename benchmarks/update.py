@@ -24,9 +24,10 @@ from benchmarks.sides import ALPHABET, SEED, SMOKE, Size, alternate, begin, pars
 from keel.algorithms.presets import PRESETS
 from keel.config.model import BuildModel, Model
 from keel.config.stage import Optimizer
-from keel.learn.batch import Batch, Estimates, TokenBudget, TrainBatch, from_groups
+from keel.learn.batch import Batch, Estimates, TrainBatch, from_groups
 from keel.learn.learner import Learner, backward
 from keel.learn.loss import prepare
+from keel.learn.memory import TokenBudget
 from keel.learn.optimizer import WeightOptimizer, trainable
 from keel.models.policy import load_policy
 from keel.types import Completion, Group, Prompt

@@ -27,8 +27,8 @@ from keel.config.layers import DEFAULT_PRESET, merge
 from keel.config.model import Model
 from keel.config.sources import Rollout
 from keel.config.stage import Optimizer
-from keel.learn.batch import TokenBudget
 from keel.learn.learner import Learner
+from keel.learn.memory import TokenBudget
 from keel.learn.optimizer import WeightOptimizer, trainable
 from keel.models import policy as policies
 from keel.models.chat import Encoder

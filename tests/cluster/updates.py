@@ -19,9 +19,10 @@ from keel.algorithms.spec import Algorithm
 from keel.config.model import Autocast, BuildModel, Lora, Model
 from keel.config.stage import Optimizer
 from keel.learn.advantages import estimate, outcome
-from keel.learn.batch import TokenBudget, from_groups
+from keel.learn.batch import from_groups
 from keel.learn.learner import Learner
 from keel.learn.loss import demonstrated
+from keel.learn.memory import TokenBudget
 from keel.learn.optimizer import WeightOptimizer, trainable
 from keel.learn.ranks import ONE, Ranks
 from keel.models.policy import load_policy

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from keel.learn.batch import LEAST_FOUND, MOST_FOUND, measure_on
+from keel.learn.memory import LEAST_FOUND, MOST_FOUND, measure_on
 from keel.platform.signals import Interrupted
 from keel.runs.layout import RunFolder
 from keel.training.run import train

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from keel.cli.main import main
-from keel.learn.batch import CallMemory, TokenBudget, oom_context, out_of_memory
+from keel.learn.memory import CallMemory, TokenBudget, oom_context, out_of_memory
 from keel.models.packed import PackedSizes
 from keel.platform.signals import Interrupted
 from keel.runs.layout import RunFolder

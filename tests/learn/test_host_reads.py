@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from keel.algorithms.presets import PRESETS
 from keel.config.stage import Optimizer
 from keel.learn import learner as learner_module
-from keel.learn.batch import TokenBudget
 from keel.learn.learner import Learner
+from keel.learn.memory import TokenBudget
 from keel.learn.optimizer import WeightOptimizer, trainable
 from keel.learn.ranks import ONE
 from keel.models.reference import value_head_for

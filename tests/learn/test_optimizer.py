@@ -16,9 +16,10 @@ from keel.algorithms.ratios import Weights
 from keel.algorithms.spec import Algorithm
 from keel.algorithms.surrogates import Clip
 from keel.config.stage import Optimizer
-from keel.learn.batch import Batch, Estimates, TokenBudget, TrainBatch
+from keel.learn.batch import Batch, Estimates, TrainBatch
 from keel.learn.learner import Learner
 from keel.learn.loss import prepare
+from keel.learn.memory import TokenBudget
 from keel.learn.optimizer import (
     Cause,
     NotFinite,

@@ -15,9 +15,10 @@ from keel.algorithms.spec import Algorithm
 from keel.algorithms.surrogates import CustomSurrogate
 from keel.config.stage import Optimizer
 from keel.learn import learner as learner_module
-from keel.learn.batch import Batch, Estimates, TokenBudget, TrainBatch, from_groups
+from keel.learn.batch import Batch, Estimates, TrainBatch, from_groups
 from keel.learn.learner import Learner, backward
 from keel.learn.loss import prepare
+from keel.learn.memory import TokenBudget
 from keel.learn.optimizer import WeightOptimizer, trainable
 from keel.models.attention import install
 from keel.models.packed import Packed

@@ -16,9 +16,10 @@ from keel.algorithms.ratios import Weights
 from keel.algorithms.spec import Algorithm
 from keel.algorithms.surrogates import Clip
 from keel.config.stage import Optimizer
-from keel.learn.batch import Estimates, TokenBudget, from_groups
+from keel.learn.batch import Estimates, from_groups
 from keel.learn.learner import Learner
 from keel.learn.loss import prepare
+from keel.learn.memory import TokenBudget
 from keel.learn.optimizer import WeightOptimizer, trainable
 from keel.models.attention import install
 from keel.models.build import byte_tokenizer

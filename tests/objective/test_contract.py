@@ -298,7 +298,8 @@ EXAMPLES: dict[Function, Example] = {
 # Of lengths alone, of floats alone.
 OTHERS: set[Function] = {
     segments.sequence_index, segments.continues, turns.turn_lengths, gae.adaptive_lambda,
-    weights.sequence_mean, weights.token_mean, weights.constant, weights.sequence_sum, divergences.adapt_ppo,
+    weights.sequence_mean, weights.token_mean, weights.constant, weights.sequence_sum,
+    divergences.adapt_ppo,
     divergences.adapt_ziegler, gae.explained_variance,
 }  # fmt: skip
 NAMED = {name: EXAMPLES[f] for name, f in PUBLIC.items() if f in EXAMPLES}

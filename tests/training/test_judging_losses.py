@@ -17,7 +17,7 @@ from transformers import AutoModelForSequenceClassification, AutoModelForTokenCl
 from keel.algorithms.preferences import PREFERENCE_LOSSES
 from keel.data.judged_rows import Labelled, Preference, Stepwise
 from keel.data.splits import Splits
-from keel.learn.batch import TokenBudget
+from keel.learn.memory import TokenBudget
 from keel.models import lora
 from keel.models.policy import Policy
 from keel.models.reference import reference_for

@@ -34,7 +34,7 @@ class OwnStage(StageConfig):
     steps: int = 2
 
     def train(self, run, progress):
-        from keel.learn.batch import TokenBudget
+        from keel.learn.memory import TokenBudget
         from keel.training.loop import Loop, StepResult
         from keel.training import loop
         from keel.training.state import State

@@ -13,7 +13,7 @@ from keel.algorithms.preferences import PREFERENCE_LOSSES
 from keel.config.load import load_recipe
 from keel.config.model import Model
 from keel.data.preferences import READERS
-from keel.learn.batch import TokenBudget
+from keel.learn.memory import TokenBudget
 from keel.models.policy import Policy, load_policy
 from keel.models.reference import reference_for
 from keel.models.reward import Reader

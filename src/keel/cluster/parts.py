@@ -15,8 +15,9 @@ from transformers import PreTrainedModel
 
 from keel.algorithms.spec import Algorithm
 from keel.config.sources import RewardSource
-from keel.learn.batch import Batch, TokenBudget, TrainBatch, to_device
+from keel.learn.batch import Batch, TrainBatch, to_device
 from keel.learn.learner import Learner, Losses, Trainer
+from keel.learn.memory import TokenBudget
 from keel.learn.optimizer import Cause
 from keel.learn.ranks import Ranks
 from keel.models.policy import Policy, frozen_copy

@@ -27,7 +27,7 @@ from keel.cluster import ranks as rank_processes
 from keel.cluster.parts import GroupLearner, Member, PlacedStage, StageFactory, StageParts
 from keel.cluster.ranks import RankGroup
 from keel.config.model import Cluster
-from keel.learn.batch import TokenBudget
+from keel.learn.memory import TokenBudget
 from keel.learn.ranks import ONE, Ranks, prompt_units
 from keel.models.policy import Policy
 from keel.models.sharded import wholes

@@ -35,7 +35,7 @@ from keel.cluster.ray_workers import (
 )
 from keel.config.model import Cluster
 from keel.config.sources import RewardSource
-from keel.learn.batch import TokenBudget
+from keel.learn.memory import TokenBudget
 from keel.learn.ranks import Ranks, prompt_units
 from keel.models.policy import Policy
 from keel.platform.calls import POLL, restart_time_limit

@@ -19,7 +19,8 @@ from keel.algorithms.signals import RewardSignals
 from keel.algorithms.spec import Algorithm
 from keel.algorithms.surrogates import CustomSurrogate
 from keel.config.entry import load_function
-from keel.learn.batch import Actions, Estimates, out_of_memory, to_device
+from keel.learn.batch import Actions, Estimates, to_device
+from keel.learn.memory import out_of_memory
 from keel.models.head import place_of_float64, widest
 from keel.objective import segments
 from keel.types import Group, KeelError, Prompt, RewardResult, one_line

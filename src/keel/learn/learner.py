@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from keel.algorithms.spec import Algorithm
-from keel.learn.batch import Batch, TokenBudget, TrainBatch, read
+from keel.learn.batch import Batch, TrainBatch, read
 from keel.learn.loss import Loss, loss, whole_batch
+from keel.learn.memory import TokenBudget
 from keel.learn.optimizer import (
     Cause,
     WeightOptimizer,

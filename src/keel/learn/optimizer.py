@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from keel.analysis.costs import moments
 from keel.config.stage import Optimizer
-from keel.learn.batch import LESS, TrainBatch, oom_context, read
+from keel.learn.batch import TrainBatch, read
+from keel.learn.memory import LESS, oom_context
 from keel.models.head import lacks_float64
 from keel.models.quantised import bitsandbytes
 from keel.models.sharded import whole

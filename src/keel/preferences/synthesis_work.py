@@ -441,7 +441,7 @@ class FolderSampler:
         A completion depends on model, prompt, number and seed alone, so that one that a kill lost
         is sampled again. Raises KeelError if memory runs out.
         """
-        from keel.learn.batch import oom_context
+        from keel.learn.memory import oom_context
 
         options = self.options
         of_prompts = [list(some) for _, some in groupby(work, key=lambda one: one.prompt.id)]

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from keel.config.load import load_recipe, to_toml
-from keel.learn.batch import out_of_memory
+from keel.learn.memory import out_of_memory
 from keel.platform.files import write_text
 from keel.platform.signals import PROC, resident_memory
 from keel.runs import lifecycle

@@ -26,7 +26,7 @@ from keel.analysis.plots import length_picture, margin_picture, reliability_pict
 from keel.config.judging import HEADLINE
 from keel.config.stage import Records
 from keel.data.judged_rows import first_wrong
-from keel.learn.batch import TokenBudget
+from keel.learn.memory import TokenBudget
 from keel.models.packed import pack, sizes_on
 from keel.models.policy import Policy
 from keel.models.reference import Reference

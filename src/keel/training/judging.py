@@ -23,7 +23,7 @@ from keel.config.schema import Recipe
 from keel.config.sources import PreferenceData
 from keel.data.preferences import READERS
 from keel.data.splits import Splits
-from keel.learn.batch import LESS, oom_context
+from keel.learn.memory import LESS, oom_context
 from keel.learn.optimizer import WeightOptimizer, trainable
 from keel.models.policy import Policy, load_policy
 from keel.models.reward import (

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from keel.config.stage import Checkpoints, OnNonfinite, StopRule
-from keel.learn.batch import LESS, Batch, TokenBudget, TrainBatch, oom_context
+from keel.learn.batch import Batch, TrainBatch
+from keel.learn.memory import LESS, TokenBudget, oom_context
 from keel.learn.optimizer import Cause, NotFinite, tensors_of
 from keel.runs import checkpoint
 from keel.runs.reader import Run

@@ -21,9 +21,10 @@ from keel.algorithms.spec import Algorithm
 from keel.config.fields import derive
 from keel.config.stage import Optimizer
 from keel.learn.advantages import estimate, outcome
-from keel.learn.batch import LESS, Batch, Estimates, TrainBatch, from_groups, oom_context
+from keel.learn.batch import Batch, Estimates, TrainBatch, from_groups
 from keel.learn.learner import Losses, Trainer, by_gradient
 from keel.learn.loss import adapted_beta, demonstrated, limited, prepare, value_metrics
+from keel.learn.memory import LESS, oom_context
 from keel.learn.optimizer import Cause, NotFinite, learning_rate
 from keel.models.chat import teacher_groups
 from keel.objective import corrections, divergences, ratios

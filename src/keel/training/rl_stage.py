@@ -26,8 +26,8 @@ from keel.config.stage import Optimizer
 from keel.data.mixture import build_tasks
 from keel.engines.registry import capabilities_of, check_requests, evaluating
 from keel.learn.advantages import asks_for, check_entries
-from keel.learn.batch import TokenBudget
 from keel.learn.learner import Learner
+from keel.learn.memory import TokenBudget
 from keel.learn.optimizer import WeightOptimizer, trainable
 from keel.learn.ranks import Ranks
 from keel.models.families import uses_autocast

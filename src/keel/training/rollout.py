@@ -28,7 +28,7 @@ from keel.config.sources import Rollout as SamplingConfig
 from keel.data.columns import shown_gold
 from keel.engines.endpoint.programs import ProgramConfig, sample_with_program
 from keel.engines.turns import generate_multi_turn
-from keel.learn.batch import oom_context
+from keel.learn.memory import oom_context
 from keel.models.chat import ChatEncoder
 from keel.platform.time_limit import cancelled_by, raise_if_cancelled, time_limit
 from keel.rewards.scorer import Scored, Scorer

@@ -22,7 +22,7 @@ from keel.data.preferences import READERS
 from keel.data.sft import read_sft
 from keel.data.splits import KINDS
 from keel.engines.registry import capabilities_of, check_engine, check_requests
-from keel.learn.batch import LESS, oom_context
+from keel.learn.memory import LESS, oom_context
 from keel.learn.optimizer import check_optimizer
 from keel.models.kernels import fingerprint
 from keel.models.loading import describe_model, read_config

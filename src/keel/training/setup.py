@@ -29,7 +29,7 @@ from keel.data.mixture import PromptStream, build_tasks, stored, validation_prom
 from keel.engines.endpoint.programs import ProgramConfig
 from keel.engines.registry import build_engine
 from keel.learn.advantages import check_steps
-from keel.learn.batch import TokenBudget, measure_on
+from keel.learn.memory import TokenBudget, measure_on
 from keel.models.chat import Encoder
 from keel.models.lora import dropout_on
 from keel.models.policy import Policy

@@ -29,7 +29,8 @@ from keel.data.sft import (
     set_name,
 )
 from keel.data.streamed import StreamedSet, first_rows
-from keel.learn.batch import LESS, Batch, TokenBudget, from_groups, oom_context
+from keel.learn.batch import Batch, from_groups
+from keel.learn.memory import LESS, TokenBudget, oom_context
 from keel.learn.optimizer import (
     Cause,
     NotFinite,
