@@ -60,7 +60,7 @@ class Corridor(BaseTask):
         goal = [room for room in range(ROOMS) if abs(room - START) > 1][index % (ROOMS - 3)]
         return Prompt(f"corridor/{split}/{index}", f"{goal}", {"goal": goal}, self.name)
 
-    def reply(self, prompt: Prompt, text: str) -> Reply | None:
+    def reply(self, prompt: Prompt, text: str) -> str | None:
         """The room after the moves so far; None in the one that was named."""
         room = reached(text, prompt.columns["goal"])
         return None if room == prompt.columns["goal"] else Reply(f"{room}", f"room {room}")

@@ -312,13 +312,15 @@ Program = Callable[[ProgramInput], Any]
 (the column `reward`), or a mapping of columns for rewards."""
 
 
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """What an environment answers, and the name of the state that the policy's next turn begins at:
-    turns that begin at the same state can be compared. None: the text is the state."""
+class Reply(str):
+    """A reply with the name of the state that the policy's next turn begins at."""
 
-    text: str
-    state: str | None = None
+    state: str
+
+    def __new__(cls, text: str, state: str) -> Reply:
+        made = super().__new__(cls, text)
+        made.state = state
+        return made
 
 
 @runtime_checkable
@@ -346,8 +348,9 @@ class Task(Protocol):
         """An answer that deserves full marks, where the task knows one."""
         ...
 
-    def reply(self, prompt: Prompt, text: str) -> str | Reply | None:
-        """What the environment answers; None ends the conversation.
+    def reply(self, prompt: Prompt, text: str) -> str | None:
+        """What the environment answers, a `Reply` if it names the state; None ends the
+        conversation.
 
         `text` is the completion so far, earlier replies included.
         """

@@ -18,7 +18,7 @@ from keel.engines.turns import generate_multi_turn
 from keel.models.chat import ChatEncoder
 from keel.models.loading import DTYPES
 from keel.models.text import decode
-from keel.types import Completion, Engine, Group, OnGroup, Prompt, Reply, Sampling, Split
+from keel.types import Completion, Engine, Group, OnGroup, Prompt, Sampling, Split
 
 Line = str | tuple[str, Sequence[float]]
 """A completion's text, or text and the log-probability of each token (its end among them)."""
@@ -140,7 +140,7 @@ class ReplyTask:
     def gold(self, prompt: Prompt) -> str | None:
         return None
 
-    def reply(self, prompt: Prompt, text: str) -> str | Reply | None:
+    def reply(self, prompt: Prompt, text: str) -> str | None:
         return None
 
 

@@ -81,7 +81,7 @@ def test_replies_name_the_states_of_turns() -> None:
     """By the place of the token that the turn begins with; a reply without a name has none."""
 
     class Rooms(ReplyTask):
-        def reply(self, prompt: Prompt, text: str) -> str | Reply | None:
+        def reply(self, prompt: Prompt, text: str) -> str | None:
             return Reply("=7;", "hall") if text.count("go") == 1 else "=8;"
 
     completion = talk(GO, [ASKED], 1, Sampling(90), Rooms(), max_turns=3)[0].completions[0]

@@ -134,7 +134,7 @@ def talks(seed: int, steps: bool = False) -> tuple[list[Group], list[list[Reward
             turns = [(int(rng.integers(1, 4)), (int(rng.integers(3, 5)),) * bool(k))
                      for k in range(rng.integers(1, 4))]  # fmt: skip
             made.append(talk(*turns))
-        prompt = Prompt(str(at), "p", {"player": "ab"[at % 2]}, "game", tokens=(7,))
+        prompt = Prompt(str(at), "p", {}, "game", tokens=(7,))
         groups.append(Group(prompt, tuple(made)))
         own = []
         for one in made:
@@ -152,7 +152,7 @@ def estimated(chosen: Algorithm, groups: list[Group], results: Any, **more: Any)
     batch = from_groups(groups)
     value_N = torch.cat([torch.linspace(0, 1, n).double() for n in batch.lengths])
     batch = replace(batch, value_N=value_N if chosen.needs_value else None)
-    judged = outcome(groups, results, None, None, chosen.advantage.role_column)
+    judged = outcome(groups, results, None)
     return list(estimate(chosen, batch, judged, **more).advantage_N.split(batch.lengths))
 
 
@@ -188,7 +188,7 @@ def test_role_average_goes_on_from_the_state_before() -> None:
     groups, results = talks(3)
     chosen = algorithm("rae", advantage=RoleRelative(role="player", decay=0.5))
     batch = from_groups(groups)
-    judged = outcome(groups, results, None, None, "player")
+    judged = outcome(groups, results, None, None, ["a", "b", "a"])
     before = {"a": 0.25, "c": 7.0}
     found = estimate(chosen, batch, judged, state=before)
     of_b = [r.reward for r in results[1] if r.reward is not None]
@@ -205,14 +205,12 @@ def test_role_average_goes_on_from_the_state_before() -> None:
     assert before == {"a": 0.25, "c": 7.0}
 
 
-def test_role_is_the_task_unless_a_column_names_it() -> None:
+def test_role_is_the_task_unless_roles_are_given() -> None:
     groups, results = talks(3)
     chosen = algorithm("rae")
     assert set(estimate(chosen, from_groups(groups), outcome(groups, results, None)).state) == {
         "game"
     }
-    with pytest.raises(KeelError, match=r"algorithm.advantage.role: prompt '0' has no column 'x'"):
-        outcome(groups, results, None, None, "x")
     named = algorithm("rae", advantage=RoleRelative(role="player"))
     batch = blank((2, 1), (0, 0))
     with pytest.raises(ValueError, match="needs roles"):
@@ -234,7 +232,7 @@ def forgets(reward_S: Tensor, state: dict[str, float]) -> Tensor:
 
 
 def keeps_a_list(reward_S: Tensor, state: dict[str, float]) -> tuple[Tensor, Any]:
-    return reward_S, {"seen": [1.0]}
+    return reward_S, {"seen": ["x"]}
 
 
 def test_users_advantage_has_a_state() -> None:

@@ -297,10 +297,9 @@ EXAMPLES: dict[Function, Example] = {
 }  # fmt: skip
 # Of lengths alone, of floats alone.
 OTHERS: set[Function] = {
-    segments.sequence_index, segments.continues, turns.turn_lengths, gae.adaptive_lambda,
-    weights.sequence_mean, weights.token_mean, weights.constant, weights.sequence_sum,
-    divergences.adapt_ppo,
-    divergences.adapt_ziegler, gae.explained_variance,
+    segments.sequence_index, segments.continues, gae.adaptive_lambda, weights.sequence_mean,
+    weights.token_mean, weights.constant, weights.sequence_sum, divergences.adapt_ppo,
+    divergences.adapt_ziegler, gae.explained_variance, turns.turn_lengths,
 }  # fmt: skip
 NAMED = {name: EXAMPLES[f] for name, f in PUBLIC.items() if f in EXAMPLES}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Sequence
+from typing import Literal
 
 import pytest
 import torch
@@ -101,7 +102,9 @@ def test_turn_lengths_are_those_of_the_loops(shape: list[list[int]], seed: int) 
 @pytest.mark.parametrize("scale", ["std", "none"])
 @settings(max_examples=40, deadline=None)
 @given(shape=RAGGED, seed=SEED)
-def test_group_in_group_is_the_loop(scale: turns.Scale, shape: list[list[int]], seed: int) -> None:
+def test_group_in_group_is_the_loop(
+    scale: Literal["std", "none"], shape: list[list[int]], seed: int
+) -> None:
     made = Made(shape, seed)
     rewards = made.turn_rewards()
     whole = [sum(own) for own in rewards]

@@ -168,11 +168,14 @@ def test_saved_rollouts_are_read_as_they_were(tmp_path: Path) -> None:
         states=((2, "room 4"),),
     )
     tools = ({"name": "f", "description": "d"},)
-    prompt = Prompt("p", messages, {"side": 2, "answer": "12", "other": 3}, "t", (5,), tools=tools)
+    prompt = Prompt("p", messages, {}, "t", (5,), tools=tools)
     made = Rollouts(
-        (Group(prompt, (completion,)),), ((RewardResult(0.0),),), extras={"seen": [keys]}
+        (Group(prompt, (completion,)),),
+        ((RewardResult(0.0),),),
+        roles=("side",),
+        extras={"seen": [keys]},
     )
-    kept = {step: as_kept(made, "side") for step in (1, 2)}
+    kept = {step: as_kept(made) for step in (1, 2)}
     save_pending(tmp_path, kept)
     again = read_pending(tmp_path)
     assert list(again) == [1, 2]
@@ -184,7 +187,7 @@ def test_saved_rollouts_are_read_as_they_were(tmp_path: Path) -> None:
         assert group.completions[0].states == completion.states
         assert group.completions[0].transcript == "go⟨no, 12⟩"
         assert rollouts.extras == {"seen": [keys]}
-        assert group.prompt.columns == {"answer": "12", "side": "2"}
+        assert rollouts.roles == ("side",)
     path = tmp_path / PENDING
     path.write_text(path.read_text().replace('"columns"', '"surplus"'))
     with pytest.raises(KeelError, match=r"another version of Keel .*surplus.*resume with that"):

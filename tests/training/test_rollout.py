@@ -15,6 +15,7 @@ from keel.algorithms.losses import ValueLoss
 from keel.algorithms.ratios import Weights
 from keel.algorithms.spec import Algorithm
 from keel.algorithms.surrogates import Clip
+from keel.algorithms.turn_advantages import RoleRelative
 from keel.config.model import BuildModel, Model
 from keel.config.sources import Rollout
 from keel.data.mixture import PromptStream
@@ -27,7 +28,7 @@ from keel.models.policy import Policy, load_policy
 from keel.rewards.scorer import Scorer
 from keel.runs.reader import load
 from keel.training.rollout import Sampler, collect
-from keel.types import Completion, Prompt, Split
+from keel.types import Completion, KeelError, Prompt, Split
 from tests.engines.scripted import ScriptedEngine
 from tests.training import rewards
 from tests.training.small import metrics, run
@@ -213,3 +214,13 @@ def test_one_turn_calls_no_tool(policy: Policy) -> None:
     row = Algorithm(advantage=GroupRelative(), ratio="token", surrogate=Clip(), weights=Weights())
     rollouts = collect(sampler(policy, turns=1), row, step=1)
     assert all(c.written.all() for c in rollouts.groups[0].completions)
+
+
+def test_role_needs_its_column(policy: Policy) -> None:
+    chosen = Algorithm(
+        advantage=RoleRelative(role="answer"), ratio="token", surrogate=Clip(), weights=Weights()
+    )
+    assert collect(sampler(policy, turns=1), chosen, step=1).roles == ("12",)
+    other = chosen.model_copy(update={"advantage": RoleRelative(role="side")})
+    with pytest.raises(KeelError, match=r"algorithm\.advantage\.role: .* no column 'side'"):
+        collect(sampler(policy, turns=1), other, step=1)

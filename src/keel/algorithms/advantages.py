@@ -108,7 +108,7 @@ class AdvantageTerm(TermChoice):
     @property
     def role_column(self) -> str | None:
         """The column of prompts that names the roles; None: the task's name does."""
-        return None
+        return getattr(self, "role", None)
 
     @property
     def uses_teacher(self) -> bool:
@@ -117,7 +117,7 @@ class AdvantageTerm(TermChoice):
 
     def varies(self, algorithm: Choices) -> bool:
         """Whether it may differ between the tokens of one sequence."""
-        return self.bootstraps or self.reads_steps
+        return self.bootstraps or self.reads_steps or self.reads_turns
 
 
 def return_symbol(algorithm: Choices) -> str:

@@ -32,6 +32,23 @@ else:
 _NO_TURNS = UnusedIf(lambda key: key.table.omega == 0, "omega = 0 leaves the turns out")
 
 
+def _of_turns(term: AdvantageTerm, signals: RewardSignals, *names: str) -> Tensor:
+    """What the function of the term's kind makes of these signals."""
+    given = {name: signals.need(name) for name in ("reward_N", "turn_N", "lengths_S", *names)}
+    options = term.model_dump(exclude={"kind", "whiten"})
+    found: Tensor = getattr(turns, term.kind)(**given, **options)
+    return found
+
+
+def _relative(x: str, at: str, of: str, epsilon: float | None) -> str:
+    """A number less the mean, over the standard deviation and ε (None: over nothing)."""
+    centred = rf"{x}_{at} - \mathrm{{mean}}_{of}({x})"
+    if epsilon is None:
+        return f"({centred})"
+    below = f" + {number(epsilon)}" if epsilon > 0 else ""
+    return rf"\frac{{{centred}}}{{\mathrm{{std}}_{of}({x}){below}}}"
+
+
 class GroupInGroup(AdvantageTerm):
     """GiGPO: a completion against its group, and each turn against those from the same state."""
 
@@ -46,41 +63,21 @@ class GroupInGroup(AdvantageTerm):
     reads_turns: ClassVar[bool] = True
     places_steps: ClassVar[bool] = True
 
-    def varies(self, algorithm: Choices) -> bool:
-        return self.omega > 0
-
     def value(self, signals: RewardSignals) -> Tensor:
-        return turns.group_in_group(
-            signals.reward_N,
-            signals.need("turn_N"),
-            signals.need("anchor_N"),
-            signals.groups_S,
-            signals.lengths_S,
-            omega=self.omega,
-            gamma=self.gamma,
-            scale=self.scale,
-            epsilon=self.epsilon,
-        )
+        return _of_turns(self, signals, "anchor_N", "groups_S")
 
     def describe(self, algorithm: Choices, setting: Setting) -> Description:
-        def relative(x: str, at: str, of: str) -> str:
-            centred = rf"{x}_{at} - \mathrm{{mean}}_{of}({x})"
-            if self.scale == "none":
-                return f"({centred})"
-            below = rf"\mathrm{{std}}_{of}({x})"
-            below += f" + {number(self.epsilon)}" if self.epsilon > 0 else ""
-            return rf"\frac{{{centred}}}{{{below}}}"
-
-        turn = rf"+ {number(self.omega)} \cdot {relative('G', 'u', 'a')}"
+        epsilon = self.epsilon if self.scale == "std" else None
+        whole = _relative(return_symbol(algorithm), "i", "g", epsilon)
+        turn = rf"+ {number(self.omega)} \cdot {_relative('G', 'u', 'a', epsilon)}"
         to_go = equation("G_u", rf"\sum_{{k\geq0}} {number(self.gamma)}^k \, r_{{u+k}}")
         text = (
             rf"$g$ are {over(setting)}; $a$ are their turns that begin at the same state as the "
             "token's turn $u$. A state is what the environment names, else the text that it "
-            f"replied; a first turn's is the prompt. $r_u$ are the rewards given in the turn"
+            "replied; a first turn's is the prompt. $r_u$ are the rewards given in the turn"
             f"{less(algorithm)}. A turn alone gets 0 of the second part."
         )
-        total = equation(A, relative(return_symbol(algorithm), "i", "g"), turn)
-        return Description((total, to_go), text)
+        return Description((equation(A, whole, turn), to_go), text)
 
 
 class TurnRelative(AdvantageTerm):
@@ -95,35 +92,20 @@ class TurnRelative(AdvantageTerm):
     reads_turns: ClassVar[bool] = True
     places_steps: ClassVar[bool] = True
 
-    def varies(self, algorithm: Choices) -> bool:
-        return True
-
     def value(self, signals: RewardSignals) -> Tensor:
-        return turns.turn_relative(
-            signals.reward_N,
-            signals.need("turn_N"),
-            signals.groups_S,
-            signals.lengths_S,
-            outcome_weight=self.outcome_weight,
-            epsilon=self.epsilon,
-        )
+        return _of_turns(self, signals, "groups_S")
 
     def describe(self, algorithm: Choices, setting: Setting) -> Description:
-        below = r"\mathrm{std}_g(%s)" + (f" + {number(self.epsilon)}" if self.epsilon > 0 else "")
-        relative = rf"\frac{{%s - \mathrm{{mean}}_g(%s)}}{{{below}}}"
-        turn = relative % ("r_{i,k}", "r_k", "r_k")
-        outcome = relative % ("O_i", "O", "O")
-        weighed = rf"+ {number(self.outcome_weight)} \cdot A_{{O,i}}"
-        cases = rf"{turn} {weighed} \text{{ before the last turn}}, \quad A_{{O,i}}"
+        turn = _relative("r_k", "{,i}", "g", self.epsilon).replace("r_k_{,i}", "r_{k,i}")
+        weighed = rf"+ {number(self.outcome_weight)} \cdot \hat{{O}}_i"
+        cases = rf"{turn} {weighed} \text{{ before the last turn}}, \quad \hat{{O}}_i"
+        outcome = equation(r"\hat{O}_i", _relative("O", "i", "g", self.epsilon))
         text = (
-            f"$r_{{i,k}}$ are the rewards given in turn $k$ of the token{less(algorithm)}; $O_i$ "
+            f"$r_{{k,i}}$ are the rewards given in turn $k$ of the token{less(algorithm)}; $O_i$ "
             f"are those of the last turn. Both are compared within {over(setting)}, a turn with "
-            "the same turn of those that go on after it; with none of them it gets the outcome's "
-            "part alone."
+            "the same turn of those that go on after it, and one alone gets 0."
         )
-        return Description(
-            (equation(A, rf"{cases} \text{{ in it}}"), equation("A_{O,i}", outcome)), text
-        )
+        return Description((equation(A, rf"{cases} \text{{ in it}}"), outcome), text)
 
 
 class TurnGAE(AdvantageTerm):
@@ -142,34 +124,22 @@ class TurnGAE(AdvantageTerm):
     places_steps: ClassVar[bool] = True
 
     def value(self, signals: RewardSignals) -> Tensor:
-        return turns.turn_gae(
-            signals.reward_N,
-            signals.need("value_N"),
-            signals.need("next_value_N"),
-            signals.need("turn_N"),
-            signals.lengths_S,
-            gamma=self.gamma,
-            lam=self.lam,
-            turn_gamma=self.turn_gamma,
-            turn_lam=self.turn_lam,
-        )
+        return _of_turns(self, signals, "value_N", "next_value_N")
 
     def describe(self, algorithm: Choices, setting: Setting) -> Description:
-        gamma, turn_gamma = number(self.gamma), number(self.turn_gamma)
-        decay = rf"{gamma} \cdot {number(self.lam)}"
-        turn_decay = rf"{turn_gamma} \cdot {number(self.turn_lam)}"
-        inside = equation(A, rf"r_n + {gamma} \cdot V_{{n+1}} - V_n", rf"+ {decay} \cdot A_{{n+1}}")
-        last = rf"r_n + {turn_gamma} \cdot V_{{u+1}} - V_n"
-        turn = rf"r_u + {turn_gamma} \cdot V_{{u+1}} - V_u"
+        def step(at: str, to: str, gamma: float, lam: float) -> tuple[str, str]:
+            ahead = rf"+ {number(gamma)} \cdot {number(lam)} \cdot A_{{{to}+1}}"
+            return rf"r_{at} + {number(gamma)} \cdot V_{{{to}+1}} - V_{at}", ahead
+
         text = (
             "The first line is within a turn, the second for its last token. $V_u$ is the value "
             "before the first token of turn $u$, 0 after the last turn; $r_u$ are the turn's "
             f"rewards. {rewards(algorithm)}. With one turn it is generalised advantage estimation."
         )
         equations = (
-            inside,
-            equation(A, last, rf"+ {turn_decay} \cdot A_{{u+1}}"),
-            equation("A_u", turn, rf"+ {turn_decay} \cdot A_{{u+1}}"),
+            equation(A, *step("n", "n", self.gamma, self.lam)),
+            equation(A, *step("n", "u", self.turn_gamma, self.turn_lam)),
+            equation("A_u", *step("u", "u", self.turn_gamma, self.turn_lam)),
         )
         return Description(equations, text)
 
@@ -186,39 +156,33 @@ class RoleRelative(AdvantageTerm):
     source: ClassVar[str] = "arXiv:2506.24119"
     stateful: ClassVar[bool] = True
 
-    @property
-    def role_column(self) -> str | None:
-        return self.role
-
     def value(self, signals: RewardSignals) -> Tensor:
         return self._made(signals)[0]
 
     def next_state(self, signals: RewardSignals) -> Mapping[str, float]:
-        names, after_R = self._made(signals)[1:]
-        return {**signals.state, **dict(zip(names, after_R.tolist(), strict=True))}
+        return self._made(signals)[1]
 
-    def _made(self, signals: RewardSignals) -> tuple[Tensor, list[str], Tensor]:
-        """A, the roles of the batch, and their averages after it."""
-        roles = signals.roles
-        if self.role is not None and not roles:
+    def _made(self, signals: RewardSignals) -> tuple[Tensor, Mapping[str, float]]:
+        """A, and the averages after it."""
+        if self.role is not None and not signals.roles:
             raise ValueError("the advantage needs roles, and the batch has none")
-        roles = roles or ("",) * len(signals.reward_S)
+        roles, state = signals.roles or ("",) * len(signals.reward_S), signals.state
         names = sorted(set(roles))
-        places = signals.groups_S.new_tensor([names.index(role) for role in roles])
-        before = signals.reward_S.new_tensor([signals.state.get(name, 0.0) for name in names])
         advantage_S, after_R = baselines.role_relative(
-            signals.reward_S, places, before, decay=self.decay
+            signals.reward_S,
+            signals.groups_S.new_tensor([names.index(role) for role in roles]),
+            signals.reward_S.new_tensor([state.get(name, 0.0) for name in names]),
+            decay=self.decay,
         )
-        return advantage_S, names, after_R
+        return advantage_S, {**state, **dict(zip(names, after_R.tolist(), strict=True))}
 
     def describe(self, algorithm: Choices, setting: Setting) -> Description:
         reward, decay = return_symbol(algorithm), f"{number(self.decay)}^m"
         role = "the prompt's task" if self.role is None else "a column of the prompt"
         text = (
             f"$b$ is the average of the role, which is {role}: 0 at first, and moved after each "
-            "step, by the mean of the step's $m$ rewards of the role. So no reward is in its own "
-            "baseline, and the two sides of a game have one each."
+            "step, by the mean of the step's $m$ rewards of the role."
         )
-        moved = equation("b", rf"{decay} \cdot b", rf"+ (1 - {decay}) \, \mathrm{{mean}}({reward})",
-                         relation=r"\leftarrow")  # fmt: skip
+        parts = rf"{decay} \cdot b", rf"+ (1 - {decay}) \, \mathrm{{mean}}({reward})"
+        moved = equation("b", *parts, relation=r"\leftarrow")
         return Description((equation(A, f"{reward}_i - b"), moved), text)

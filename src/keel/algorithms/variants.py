@@ -208,8 +208,7 @@ VARIANTS: Final = (
         divergence=Divergence(to="reference", where="loss", estimator="k3", beta=0.01),
         sources={
             "advantage": f"arXiv:2505.10978 eq. 3, 6-8, ω 1, γ 0.95; with std: {CHOICE}",
-            "weights": f"token mean: {CHOICE}, the authors' code",
-            "divergence": "arXiv:2505.10978, β 0.01",
+            "weights": f"token mean: {CHOICE}", "divergence": "arXiv:2505.10978, β 0.01",
         },
     ),
     _variant(
@@ -217,8 +216,7 @@ VARIANTS: Final = (
         advantage=TurnRelative(),
         sources={
             "advantage": f"arXiv:2505.11821, λ 1; for more than two turns: {CHOICE}",
-            "weights": f"token mean: {CHOICE}, the authors' code",
-            "divergence": "none: the authors' code, β 0",
+            "weights": "token mean: the authors' code", "divergence": "none: the authors' code",
         },
     ),
     _variant(
@@ -228,16 +226,14 @@ VARIANTS: Final = (
             "advantage": "arXiv:2510.16907, whitened; of turns γ 0.99, λ 0.9: arXiv:2512.17008; of "
             f"tokens γ 1, λ 0.95: {CHOICE}, as ppo",
             "ratio": "arXiv:1707.06347 §3", "surrogate": "arXiv:1707.06347 eq. 7, ε 0.2 §6.1",
-            "weights": f"token mean: {CHOICE}, as ppo",
-            "value": f"coefficient and clip: {CHOICE}, as ppo",
+            "weights": f"{CHOICE}, as ppo", "value": f"{CHOICE}, as ppo",
         },
     ),
     _variant(
         "rae", "Role-conditioned advantages for self-play", "arXiv:2506.24119",
         advantage=RoleRelative(), ratio="none", surrogate=LogProb(), weights="sequence_sum",
         sources={
-            "advantage": "arXiv:2506.24119, decay 0.95; once for each step: "
-            f"{CHOICE}",
+            "advantage": f"arXiv:2506.24119, decay 0.95; moved once a step: {CHOICE}",
             "ratio": "arXiv:2506.24119, none", "surrogate": "arXiv:2506.24119",
             "weights": f"sum over the completion: {CHOICE}, as reinforce",
         },

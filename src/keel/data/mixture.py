@@ -17,7 +17,7 @@ from keel.data.gym import PREFIX, GymProcess, GymTask, gym_installed, gym_names
 from keel.data.splits import KINDS, call_entry, is_task, take_options
 from keel.data.tables import rows_table
 from keel.data.tasks import GENERATORS, BaseTask, DataTask, Generated, Presentation, data_task
-from keel.types import Completion, KeelError, Prompt, Reply, Split, Task, one_line
+from keel.types import Completion, KeelError, Prompt, Split, Task, one_line
 
 
 def build_tasks(
@@ -159,8 +159,8 @@ class UserTask(BaseTask):
     def gold(self, prompt: Prompt) -> str | None:
         return cast("str | None", self._ask("gold", prompt))
 
-    def reply(self, prompt: Prompt, text: str) -> str | Reply | None:
-        return cast("str | Reply | None", self._ask("reply", prompt, text))
+    def reply(self, prompt: Prompt, text: str) -> str | None:
+        return cast("str | None", self._ask("reply", prompt, text))
 
     @property
     def replies(self) -> bool:

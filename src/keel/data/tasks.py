@@ -39,17 +39,7 @@ from keel.data.tables import (
 )
 from keel.graders.formats import answer_part, same_text
 from keel.runs.rows import LeftOut, Why
-from keel.types import (
-    Completion,
-    Content,
-    KeelError,
-    Message,
-    Prompt,
-    Reply,
-    Split,
-    Tools,
-    one_line,
-)
+from keel.types import Completion, Content, KeelError, Message, Prompt, Split, Tools, one_line
 
 
 class BaseTask:
@@ -75,7 +65,7 @@ class BaseTask:
         """No answer known."""
         return None
 
-    def reply(self, prompt: Prompt, text: str) -> str | Reply | None:
+    def reply(self, prompt: Prompt, text: str) -> str | None:
         """No answer of the environment: the conversation ends."""
         return None
 

@@ -74,8 +74,8 @@ class Conversation:
         self.count += 1
 
     def add_context(self, tokens: Sequence[int], *texts: str, state: str | None = None) -> None:
-        """What others said, and its tokens with what the chat template puts around it; `state` is
-        the name of the state that the policy's next turn begins at."""
+        """What others said, and its tokens with what the chat template puts around it; and the
+        state that the next turn begins at."""
         self.tokens += tokens
         self.log_probs += [0.0] * len(tokens)
         self.written += [False] * len(tokens)
@@ -202,11 +202,10 @@ def _reply(one: Conversation, tasks: Mapping[str, Task], chat: ChatEncoder, role
     prompt, left = one.prompt, one.left
     if one.finish == "length" or left <= 0 or prompt.task not in tasks:
         return False
-    reply = tasks[prompt.task].reply(prompt, one.transcript)
-    if reply is None:
+    text = tasks[prompt.task].reply(prompt, one.transcript)
+    if text is None:
         return False
-    said = reply if isinstance(reply, Reply) else Reply(reply)
-    text = said.text
+    state = text.state if isinstance(text, Reply) else None
     name = f"the reply of task {prompt.task!r} to prompt {prompt.id!r}"
     if isinstance(prompt.content, str):
         found = encode_text(text, name, chat.tokenizer, literal="all", continues=True)
@@ -222,7 +221,7 @@ def _reply(one: Conversation, tasks: Mapping[str, Task], chat: ChatEncoder, role
         messages = [*prompt.content, *turns, Message(role=role, content=text)]
         last = one.tokens[-1] if one.tokens else -1
         found = chat.after(messages, len(messages) - 1, last, name, prompt.tools)
-    one.add_context(found[:left], text, state=said.state)
+    one.add_context(found[:left], text, state=state)
     if len(found) >= left:
         one.finish = "length"
     return True

@@ -23,7 +23,7 @@ from keel.learn.batch import Actions, Estimates, to_device
 from keel.learn.memory import out_of_memory
 from keel.models.head import place_of_float64, widest
 from keel.objective import segments
-from keel.types import Group, KeelError, Prompt, RewardResult, one_line
+from keel.types import Group, KeelError, RewardResult, one_line
 
 ADVANTAGE, SURROGATE = "algorithm.advantage", "algorithm.surrogate"
 MASK, CORRECTION = "algorithm.masks", "algorithm.corrections"
@@ -56,10 +56,10 @@ def outcome(
     results: Sequence[Sequence[RewardResult]],
     greedy: Sequence[float] | None,
     weights: Mapping[str, float] | None = None,
-    role_column: str | None = None,
+    roles: Sequence[str] | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> RolloutRewards:
-    """The groups' rewards, flat; roles are what `role_column` of the prompts names, else the tasks.
+    """The groups' rewards, flat; their roles are the tasks unless they are given.
 
     The ends of steps count written tokens only; a completion without any has no steps. Where there
     are steps, the rest of the reward (an outcome, a length penalty) is a step that ends with the
@@ -96,7 +96,11 @@ def outcome(
             for name in weights or ()
         },
         component_weights=weights or {},
-        roles=tuple(_role(g.prompt, role_column) for g in groups for _ in g.completions),
+        roles=tuple(
+            role
+            for group, role in zip(groups, roles or [g.prompt.task for g in groups], strict=True)
+            for _ in group.completions
+        ),
     )
     if not steps:
         return found
@@ -107,17 +111,6 @@ def outcome(
         step_end_K=torch.tensor(places),
         step_sequence_K=torch.tensor(sequences),
     )
-
-
-def _role(prompt: Prompt, column: str | None) -> str:
-    if column is None:
-        return prompt.task
-    if column not in prompt.columns:
-        raise KeelError(
-            f"algorithm.advantage.role: prompt {prompt.id!r} has no column {column!r}: name one "
-            'that every task has, or set role = "none" for the task\'s name'
-        )
-    return str(prompt.columns[column])
 
 
 def _number(value: float | None) -> float:
@@ -250,17 +243,14 @@ def advantages(
 
 
 def _with_state(choice: CustomAdvantage, given: Any) -> tuple[Tensor, Mapping[str, float]]:
-    """What a function with a state gave. Raises KeelError unless it is (advantage, state)."""
-    state = given[1] if isinstance(given, tuple) and len(given) == 2 else None
-    if not isinstance(state, Mapping) or not all(
-        isinstance(name, str) and isinstance(value, float | int) and math.isfinite(value)
-        for name, value in state.items()
-    ):
+    try:
+        advantage, state = given
+        return advantage, {str(name): float(value) for name, value in state.items()}
+    except (AttributeError, TypeError, ValueError):
         raise KeelError(
             f"{ADVANTAGE}: {choice.function} names state: return (advantage, state after the step),"
-            " the state a mapping of names to finite numbers"
-        )
-    return given[0], {name: float(value) for name, value in state.items()}
+            " the state a mapping of names to numbers"
+        ) from None
 
 
 def returns(

@@ -16,8 +16,6 @@ from keel.objective.gae import gae, returns_to_go, td_error
 from keel.objective.group import group_relative
 from keel.objective.segments import continues, segment_sum, sequence_index, shift, spread
 
-Scale = Literal["std", "none"]
-
 
 def turn_lengths(
     turn_N: Int[Tensor, " N"], lengths_S: Int[Tensor, " S"]
@@ -29,8 +27,9 @@ def turn_lengths(
     Source: Blelloch 1990, "Prefix sums and their applications", §1.5 (segments).
     """
     sequence_N = sequence_index(lengths_S)
-    pair_2N = torch.stack([sequence_N, turn_N])
-    pair_2U, lengths_U = torch.unique_consecutive(pair_2N, dim=1, return_counts=True)
+    pair_2U, lengths_U = torch.unique_consecutive(
+        torch.stack([sequence_N, turn_N]), dim=1, return_counts=True
+    )
     return lengths_U, torch.bincount(pair_2U[0], minlength=lengths_S.numel())
 
 
@@ -43,7 +42,7 @@ def group_in_group(
     *,
     omega: float,
     gamma: float,
-    scale: Scale,
+    scale: Literal["std", "none"],
     epsilon: float,
 ) -> Float[Tensor, " N"]:
     """A sequence against its group, and a turn against those that begin at the same state.
@@ -59,13 +58,10 @@ def group_in_group(
     """
     lengths_U, turns_S = turn_lengths(turn_N, lengths_S)
     return_U = returns_to_go(segment_sum(reward_N, lengths_U), turns_S, gamma=gamma)
-    first_U = lengths_U.cumsum(0) - lengths_U
-    episode_S = group_relative(
-        segment_sum(reward_N, lengths_S), groups_S, scale=scale, epsilon=epsilon
-    )
-    turn_U = group_relative(
-        return_U, anchor_N[first_U], scale=scale, epsilon=epsilon, warn_alone=False
-    )
+    anchor_U = anchor_N[lengths_U.cumsum(0) - lengths_U]
+    reward_S = segment_sum(reward_N, lengths_S)
+    episode_S = group_relative(reward_S, groups_S, scale=scale, epsilon=epsilon)
+    turn_U = group_relative(return_U, anchor_U, scale=scale, epsilon=epsilon, warn_alone=False)
     return spread(episode_S, lengths_S) + omega * spread(turn_U, lengths_U)
 
 
@@ -89,22 +85,16 @@ def turn_relative(
     Source: MT-GRPO, arXiv:2505.11821 (two turns there, here any number).
     """
     lengths_U, turns_S = turn_lengths(turn_N, lengths_S)
-    reward_U = segment_sum(reward_N, lengths_U)
+    first_U, before_U = lengths_U.cumsum(0) - lengths_U, continues(turns_S)
     absent_U = spread(segment_sum(reward_N, lengths_S).isnan(), turns_S)
-    before_U = continues(turns_S)
-    # The sequences without any turn have no outcome.
-    outcome_S = reward_U.new_full(turns_S.shape, torch.nan)
-    outcome_S = outcome_S.masked_scatter(turns_S > 0, reward_U[~before_U])
-    outcome_U = spread(group_relative(outcome_S, groups_S, scale="std", epsilon=epsilon), turns_S)
-    group_U = spread(torch.unique(groups_S, return_inverse=True)[1], turns_S)
-    index_U = turn_N[lengths_U.cumsum(0) - lengths_U]
-    turn_U = group_relative(
-        reward_U.masked_fill(absent_U | ~before_U, torch.nan),
-        group_U * (index_U.max() + 1 if len(index_U) else 1) + index_U,
-        scale="std",
-        epsilon=epsilon,
-        warn_alone=False,
-    )
+    reward_U = segment_sum(reward_N, lengths_U).masked_fill(absent_U, torch.nan)
+    place_2U = torch.stack([spread(groups_S, turns_S), turn_N[first_U]])
+    place_U = torch.unique(place_2U, dim=1, return_inverse=True)[1]
+    last_U = reward_U.masked_fill(before_U, torch.nan)
+    outcome_U = group_relative(last_U, place_2U[0], scale="std", epsilon=epsilon)
+    outcome_U = spread(segment_sum(outcome_U, turns_S), turns_S)
+    turn_U = reward_U.masked_fill(~before_U, torch.nan)
+    turn_U = group_relative(turn_U, place_U, scale="std", epsilon=epsilon, warn_alone=False)
     return spread(torch.where(before_U, turn_U + outcome_weight * outcome_U, outcome_U), lengths_U)
 
 
@@ -135,12 +125,8 @@ def turn_gae(
     first_N = inside_N.logical_not().roll(1)
     discount_N = torch.full_like(reward_N, gamma).masked_fill(~inside_N, turn_gamma)
     delta_N = td_error(reward_N, value_N, discount_N * next_value_N, gamma=1.0)
-    delta_U = td_error(
-        segment_sum(reward_N, lengths_U),
-        value_N[first_N],
-        next_value_N[~inside_N],
-        gamma=turn_gamma,
-    )
+    reward_U = segment_sum(reward_N, lengths_U)
+    delta_U = td_error(reward_U, value_N[first_N], next_value_N[~inside_N], gamma=turn_gamma)
     advantage_U = gae(delta_U, continues(turns_S), gamma=turn_gamma, lam=turn_lam)
     ahead_U = turn_gamma * turn_lam * shift(advantage_U, turns_S)
     delta_N = delta_N.masked_scatter(~inside_N, delta_N[~inside_N] + ahead_U)

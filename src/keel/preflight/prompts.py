@@ -33,7 +33,7 @@ from keel.preflight.context import (
 )
 from keel.runs.rows import WORDS, LeftOut
 from keel.training.setup import prompt_source
-from keel.types import KeelError, Message, Prompt, Reply, Task, Tools, text_of
+from keel.types import KeelError, Message, Prompt, Task, Tools, text_of
 
 STORED, GENERATED = 1_000, 128
 """Prompts whose length is measured: of a task with rows, and of one without end. A share of 5 %
@@ -358,9 +358,8 @@ def _probe(
                 break
             if reply is None:
                 break
-            said = reply.text if isinstance(reply, Reply) else reply
-            replies.append((probe, said))
-            text += said
+            replies.append((probe, reply))
+            text += reply
     return replies
 
 

@@ -141,9 +141,8 @@ class RLLoop(Loop):
                 with clock("score"):
                     batch = score(self, rollouts)
                     weights = self.sampler.scorer.weights
-                    column = algorithm.advantage.role_column
                     rewards = outcome(
-                        rollouts.groups, rollouts.results, rollouts.greedy, weights, column
+                        rollouts.groups, rollouts.results, rollouts.greedy, weights, rollouts.roles
                     )
                     estimates = estimate(algorithm, batch, rewards, beta, advantage)
                 advantage = estimates.state

@@ -411,8 +411,7 @@ def build_prefetcher(
     in_order = stage.rollout.dynamic_sampling or level == 0
     at_once = sampler.engine.capabilities.pins and not in_order
     begin = partial(begin_pinned if at_once else begin_alone, sampler, stage.algorithm)
-    column = stage.algorithm.advantage.role_column
-    return RolloutPrefetcher(begin, level, at_once, read_pending(resume_from), column)
+    return RolloutPrefetcher(begin, level, at_once, read_pending(resume_from))
 
 
 def titles(recipe: Recipe, stage: RolloutStage, model: PreTrainedModel) -> tuple[str, str]:

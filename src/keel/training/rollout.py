@@ -37,6 +37,7 @@ from keel.runs.writer import Clock
 from keel.types import (
     Engine,
     Group,
+    KeelError,
     OnGroup,
     Prompt,
     PromptSupply,
@@ -56,12 +57,14 @@ POLL = 0.1
 class Rollouts:
     """Groups with their rewards, in order; `extras` is what rewards logged for each completion.
 
-    `seconds` were spent in the engine; 0 if it is not known, as of rollouts from a checkpoint.
+    `roles` are those of the groups. `seconds` were spent in the engine; 0 if it is not known, as of
+    rollouts from a checkpoint.
     """
 
     groups: tuple[Group, ...]
     results: tuple[Results, ...]
     greedy: tuple[float, ...] | None = None
+    roles: tuple[str, ...] = ()
     extras: dict[str, list[object]] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
@@ -226,6 +229,7 @@ def collect(
     rollouts = Rollouts(
         groups=tuple(group for group, _ in kept),
         results=tuple(judged for _, judged in kept),
+        roles=tuple(_role(group.prompt, algorithm.advantage.role_column) for group, _ in kept),
         extras=extras,
         metrics={
             **_joined(rounds, sampler.scorer.spending),
@@ -238,6 +242,15 @@ def collect(
     if algorithm.needs_greedy and kept:
         rollouts = _with_greedy(sampler, rollouts, step)
     return replace(rollouts, seconds=sampler.stopwatch.take().get("generation", 0.0))
+
+
+def _role(prompt: Prompt, column: str | None) -> str:
+    if column is not None and column not in prompt.columns:
+        raise KeelError(
+            f"algorithm.advantage.role: prompt {prompt.id!r} has no column {column!r}: name one "
+            'that every task has, or set role = "none" for the task\'s name'
+        )
+    return prompt.task if column is None else str(prompt.columns[column])
 
 
 def describe(pairs: Sequence[tuple[Group, Results]]) -> dict[str, float]:
@@ -384,7 +397,7 @@ class RolloutPrefetcher:
 
     With `at_once` sampling goes on while the engines take over new weights, and several steps are
     sampled at once; else a step's update ends only when the rollouts of the next are there.
-    `pending` are those that a checkpoint held; `role_column` is that of `as_kept`.
+    `pending` are those that a checkpoint held.
     """
 
     def __init__(
@@ -393,12 +406,10 @@ class RolloutPrefetcher:
         level: int,
         at_once: bool = False,
         pending: Pending | None = None,
-        role_column: str | None = None,
     ) -> None:
         self._begin = begin
         self.level = level
         self._at_once = at_once
-        self._role_column = role_column
         self._kept = dict(pending or {})
         self._running: dict[int, _Thread] = {}
         self._last_turn = threading.Event()
@@ -467,7 +478,7 @@ class RolloutPrefetcher:
 
     def _finish(self, step: int) -> None:
         if step in self._running:
-            self._kept[step] = as_kept(self._running[step].result(), self._role_column)
+            self._kept[step] = as_kept(self._running[step].result())
             del self._running[step]
 
     @contextmanager
@@ -513,33 +524,27 @@ class _Thread(threading.Thread):
         self._cancelled.set()
 
 
-def as_kept(rollouts: Rollouts, role_column: str | None = None) -> Rollouts:
+def as_kept(rollouts: Rollouts) -> Rollouts:
     """What a step and its records need of rollouts, in a form that a checkpoint can hold.
 
     Completions lose their columns, which only rewards read, and prompts theirs but the answer,
-    which is recorded, and the column that an advantage reads; what rewards logged becomes plain
-    values.
+    which is recorded; what rewards logged becomes plain values.
     """
     return replace(
         rollouts,
         groups=tuple(
-            Group(
-                _bare(group.prompt, role_column),
-                tuple(replace(c, columns={}) for c in group.completions),
-            )
+            Group(_bare(group.prompt), tuple(replace(c, columns={}) for c in group.completions))
             for group in rollouts.groups
         ),
         extras={name: plain(values) for name, values in rollouts.extras.items()},
     )
 
 
-def _bare(prompt: Prompt, role_column: str | None) -> Prompt:
+def _bare(prompt: Prompt) -> Prompt:
     # As JSON reads it back; the order of keys stays, since a template may write it.
     content, tools = json.loads(json.dumps((prompt.content, prompt.tools), default=plain))
     answer = expected_answer(prompt)
     columns = {} if answer is None else {"answer": answer}
-    if role_column is not None and role_column in prompt.columns:
-        columns[role_column] = str(prompt.columns[role_column])
     return replace(prompt, content=content, columns=columns, tools=tuple(tools))
 
 

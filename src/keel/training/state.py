@@ -253,6 +253,7 @@ def _read(state: Mapping[str, Any]) -> Rollouts:
         groups=tuple(_read_group(group) for group in state["groups"]),
         results=tuple(tuple(_read_result(one) for one in judged) for judged in state["results"]),
         greedy=state["greedy"],
+        roles=tuple(state["roles"]),
         extras=json.loads(state["extras"]),
         metrics=state["metrics"],
     )
@@ -264,16 +265,10 @@ def _read_group(state: Mapping[str, Any]) -> Group:
         "content": json.loads(prompt["content"]),
         "tools": tuple(json.loads(prompt["tools"])),
     }
-    completions = [
-        Completion(
-            **{
-                **one,
-                "turns": tuple(json.loads(one["turns"])),
-                "states": tuple((at, name) for at, name in one["states"]),
-            }
-        )
-        for one in state["completions"]
-    ]
+    completions = []
+    for one in state["completions"]:
+        turns, states = tuple(json.loads(one["turns"])), tuple(map(tuple, one["states"]))
+        completions.append(Completion(**{**one, "turns": turns, "states": states}))
     return Group(Prompt(**prompt), tuple(completions))
 
 
