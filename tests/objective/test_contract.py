@@ -193,7 +193,7 @@ EXAMPLES: dict[Function, Example] = {
     corrections.reject: example({**MISMATCH, "statistic": "k3", "over": "max", "cap": 0.3}),
     corrections.normalise: example({**OWN, "level": "sequence"}, weight_N=n(1).exp()),
     masks.top_entropy: example({"entropy_N": n(1), "share": 0.4}),
-    masks.off_policy: example(
+    masks.off_policy_sequences: example(
         {"log_prob_N": n(1), "engine_log_prob_N": n(2), "advantage_N": n(3), **OWN, "bound": 0.1}),
     masks.second_moment: example({**TO_OLD, "bound": 0.2}),
     masks.total_variation: example(
@@ -203,7 +203,7 @@ EXAMPLES: dict[Function, Example] = {
         {"log_prob_N": -n(1).abs(), "old_log_prob_N": -n(2).abs(), "advantage_N": n(3),
          "low": 0.01, "high": 0.02}),
     masks.covariance: example({"log_prob_N": n(1)}, advantage_N=n(2)),
-    masks.clip_covariance: example(
+    masks.clip_cov: example(
         {"log_prob_N": n(1), "advantage_N": n(2), "clipped_N": FLAGS, "share": 0.2, "floor": -1.0,
          "cap": 1.0, "seed": 3}),
     masks.highest: example({"x_N": n(1), "share": 0.3}),

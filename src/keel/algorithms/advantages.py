@@ -43,6 +43,7 @@ _ADAPTIVE = UnusedIf(
 class AdvantageTerm(TermChoice):
     """An advantage; the defaults are those of one number for a completion, without a group."""
 
+    module: ClassVar[str] = "group"
     reads_value: ClassVar[bool] = False
     """Whether it reads a value model (the default of `uses_value`)."""
     reads_groups: ClassVar[bool] = False
@@ -68,7 +69,7 @@ class AdvantageTerm(TermChoice):
 
     def value(self, signals: RewardSignals) -> Tensor:
         """A before whitening, of shape (N,) or (S,)."""
-        raise NotImplementedError
+        return self.computed(signals)
 
     def returns(self, signals: RewardSignals, advantage_N: Tensor) -> Tensor:
         """What the value model is regressed on, of shape (N,): A + V."""
@@ -311,9 +312,8 @@ class ValueBaseline(AdvantageTerm):
     whiten: bool = False
     source: ClassVar[str] = "Williams 1992; Sutton and Barto 2018 §13.4"
     reads_value: ClassVar[bool] = True
-
-    def value(self, signals: RewardSignals) -> Tensor:
-        return gae.value_baseline(signals.reward_S, signals.need("value_N"), signals.lengths_S)
+    module: ClassVar[str] = "gae"
+    reads: ClassVar[tuple[str, ...]] = ("reward_S", "value_N", "lengths_S")
 
     def returns(self, signals: RewardSignals, advantage_N: Tensor) -> Tensor:
         # The return to go (λ = 1), whose first one is the sequence's reward. A sequence without
@@ -351,13 +351,11 @@ class TeacherLogRatio(AdvantageTerm):
     source: ClassVar[str] = "Lu 2025, On-Policy Distillation"
     reads_reward: ClassVar[bool] = False
     reads_teacher: ClassVar[bool] = True
+    module: ClassVar[str] = "gae"
+    reads: ClassVar[tuple[str, ...]] = ("old_log_prob_N", "teacher_log_prob_N", "lengths_S")
 
     def varies(self, algorithm: Choices) -> bool:
         return True
-
-    def value(self, signals: RewardSignals) -> Tensor:
-        old_N, teacher_N = signals.need("old_log_prob_N"), signals.need("teacher_log_prob_N")
-        return gae.teacher_log_ratio(old_N, teacher_N, signals.lengths_S, gamma=self.gamma)
 
     def describe(self, algorithm: Choices, setting: Setting) -> Description:
         ratio = r"\ell_{\mathrm{teacher},%s} - \ell_{\mathrm{old},%s}"

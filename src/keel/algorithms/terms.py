@@ -11,11 +11,16 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, Protocol, Union, get_args
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, Union, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from keel.algorithms.symbols import function, prose_to_unicode, quote, to_unicode
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from keel.algorithms.signals import Signals
 
 CHOICE = "Keel's choice"
 """Marks in a source what no paper fixes."""
@@ -105,11 +110,28 @@ EntryPoint = Annotated[str, Field(pattern=r"^[^:]+:[\w.]+$")]
 
 
 class TermChoice(FrozenModel):
-    """A term that the recipe chooses by `kind`; each subclass is one kind."""
+    """A term that the recipe chooses by `kind`; each subclass is one kind.
+
+    A function of `keel.objective` under the name of the kind computes it, unless it does so itself;
+    the fields are the options of that function.
+    """
 
     kind: str
     source: ClassVar[str] = ""
     """The paper, and the equation in it."""
+    module: ClassVar[str] = ""
+    """Of `keel.objective`, with the function."""
+    reads: ClassVar[tuple[str, ...]] = ()
+    """The signals that the function takes."""
+
+    def computed(self, signals: Signals) -> Tensor:
+        """What the function gives."""
+        given = {name: signals.need(name) for name in self.reads}
+        found: Tensor = getattr(Lazy(self.module), self.kind)(**given, **self._options())
+        return found
+
+    def _options(self) -> dict[str, Any]:
+        return self.model_dump(exclude={"kind", "whiten"})
 
 
 class RewardDivergence(Protocol):

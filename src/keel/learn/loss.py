@@ -217,7 +217,7 @@ def loss(algorithm: Algorithm, batch: TrainBatch[Any], scores: Scores, beta: flo
     log_prob_N = scores.log_prob_N
     weight_N = batch.weight_N.to(log_prob_N)
     signals = _signals(algorithm, batch, log_prob_N, scores.entropy_N)
-    log_ratio_N, old_N = signals.log_ratio_N, signals.need("old_log_prob_N")
+    log_ratio_N, old_N = signals.log_ratio_N, signals.old_log_prob_N
     choice = algorithm.surrogate
     if isinstance(choice, CustomSurrogate):
         surrogate_N = _per_token(SURROGATE, choice, signals.named(), signals.advantage_N)
@@ -249,7 +249,7 @@ def loss(algorithm: Algorithm, batch: TrainBatch[Any], scores: Scores, beta: flo
     sums = {name: scale * term_N.sum() for name, (scale, term_N) in terms.items()}
     total = reduce(operator.add, sums.values())
     with torch.no_grad():
-        watched = _watch(algorithm, batch, scores, log_ratio_N, old_N, divergence_N)
+        watched = _watch(algorithm, batch, scores, signals, divergence_N)
         if kept_N is not None:
             watched["mask_ratio/mean"] = batch.metric_weight * (~kept_N).to(log_prob_N).sum()
         first = {"loss/policy": sums["policy"].detach()}
@@ -299,8 +299,7 @@ def _watch(
     algorithm: Algorithm,
     batch: TrainBatch[Any],
     scores: Scores,
-    log_ratio_N: Tensor,
-    old_N: Tensor,
+    signals: LossSignals,
     divergence_N: Tensor | None,
 ) -> dict[str, Tensor]:
     """The metrics of a batch, as means over its actions."""
@@ -311,13 +310,11 @@ def _watch(
     if divergence_N is not None:
         out["kl"] = mean * divergence_N.sum()
     if batch.actions.old_log_prob_N is not None or algorithm.ratio != "none":
-        out["kl/old"] = mean * divergences.k3(old_N, scores.log_prob_N).sum()
+        out["kl/old"] = mean * divergences.k3(signals.old_log_prob_N, scores.log_prob_N).sum()
     if algorithm.ratio == "none":
         return out
-    ratio_N = ratios.exponential(log_ratio_N)
-    low, high = algorithm.surrogate.edges
-    below_N = ((ratio_N < low) & (batch.advantage_N < 0)).to(ratio_N)
-    above_N = ((ratio_N > high) & (batch.advantage_N > 0)).to(ratio_N)
+    ratio_N = ratios.exponential(signals.log_ratio_N)
+    below_N, above_N = (side_N.to(ratio_N) for side_N in signals.clipped)
     out["clip_ratio/low_mean"] = mean * below_N.sum()
     out["clip_ratio/high_mean"] = mean * above_N.sum()
     out["clip_ratio/region_mean"] = mean * (below_N + above_N).sum()
