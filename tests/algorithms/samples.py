@@ -116,6 +116,9 @@ OTHERS: dict[str, Algorithm] = {
     "batch std": algorithm(advantage={"kind": "group_relative", "scale": "batch", "whiten": True}),
     "no std": algorithm(advantage={"kind": "group_relative", "scale": "none", "epsilon": 0.0}),
     "entropy": algorithm(entropy=0.01),
+    "adaptive entropy": algorithm(
+        entropy={"coefficient": 0.02, "target": 0.7, "delta": 0.003, "maximum": 0.6}
+    ),
     "best of group, no std": algorithm(advantage={"kind": "best_of_group", "scale": "none"}),
     "two masks": algorithm(masks=[{"kind": "top_entropy"}, {"kind": "off_policy_sequences"}]),
     "two corrections": algorithm(

@@ -63,7 +63,7 @@ def test_every_row_is_explained(name: str, context: Setting) -> None:
     ]
     assert always == ["advantage", "ratio", "surrogate", "weights", "divergence"]
     assert ("value" in keys) == (algorithm.value is not None)
-    assert ("entropy" in keys) == (algorithm.entropy > 0)
+    assert ("entropy" in keys) == (algorithm.entropy != 0)
     assert keys.count("masks") == len(algorithm.masks)
     assert keys.count("corrections") == len(algorithm.corrections)
     kinds = {term.key: term.kind for term in found.terms}

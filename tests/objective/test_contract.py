@@ -267,7 +267,7 @@ EXAMPLES: dict[Function, Example] = {
 OTHERS: set[Function] = {
     segments.sequence_index, segments.continues, gae.adaptive_lambda, weights.sequence_mean,
     weights.token_mean, weights.constant, weights.sequence_sum, divergences.adapt_ppo,
-    divergences.adapt_ziegler, gae.explained_variance,
+    divergences.adapt_ziegler, divergences.adapt_entropy, gae.explained_variance,
 }  # fmt: skip
 NAMED = {name: EXAMPLES[f] for name, f in PUBLIC.items() if f in EXAMPLES}
 

@@ -11,7 +11,7 @@ from typing import Final
 
 from pydantic import BaseModel
 
-from keel.algorithms.losses import describe_entropy
+from keel.algorithms.losses import AdaptiveEntropy, describe_entropy
 from keel.algorithms.presets import PRESETS
 from keel.algorithms.render import Explanation
 from keel.algorithms.spec import Algorithm, Preset
@@ -204,8 +204,12 @@ def _terms(algorithm: Algorithm, setting: Setting, sources: Mapping[str, str]) -
             algorithm.value.describe(a, setting),
             algorithm.value.source,
         )
-    if algorithm.entropy > 0:
-        yield term("entropy", "H_n", "Entropy bonus", "exact", describe_entropy(algorithm.entropy))
+    entropy = algorithm.entropy
+    if entropy != 0:
+        kind, paper = "exact", ""
+        if isinstance(entropy, AdaptiveEntropy):
+            kind, paper = "adaptive", "arXiv:2505.22312"
+        yield term("entropy", "H_n", "Entropy bonus", kind, describe_entropy(entropy), paper)
     for at, c in enumerate(algorithm.corrections):
         found = _following(c.describe()) if at and c.multiplies else c.describe()
         yield term("corrections", "c_n", "Off-policy correction", c.kind, found, c.source)
@@ -252,9 +256,12 @@ def _objective(algorithm: Algorithm, setting: Setting) -> tuple[Equation, ...]:
     )
     if d is not None and d.where == "loss":
         parts.append(rf"- {d.symbol} \sum_n w_n \cdot {d.summand}")
-    if algorithm.entropy > 0:
-        parts.append(rf"+ {number(algorithm.entropy)} \cdot \frac{{1}}{{N}} \cdot \sum_n H_n")
+    entropy = algorithm.entropy
+    if entropy != 0:
+        figure = r"\eta" if isinstance(entropy, AdaptiveEntropy) else number(entropy)
+        parts.append(rf"+ {figure} \cdot \frac{{1}}{{N}} \cdot \sum_n H_n")
     lines = [Equation(r"J(\theta)", tuple(parts)), *details]
+    lines += describe_entropy(entropy).equations[1:]
     if d is not None:
         lines += d.in_reward(algorithm)
     if d is not None and d.adaptive is not None:

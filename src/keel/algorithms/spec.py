@@ -16,7 +16,7 @@ from pydantic import BeforeValidator, model_validator
 from keel.algorithms import group_advantages, weighted  # noqa: F401  (their kinds)
 from keel.algorithms.advantages import AdvantageTerm
 from keel.algorithms.corrections import CorrectionTerm
-from keel.algorithms.losses import Divergence, ValueLoss
+from keel.algorithms.losses import AdaptiveEntropy, Divergence, ValueLoss
 from keel.algorithms.masks import MaskTerm
 from keel.algorithms.ratios import RATIOS, Ratio, RatioKind, Weights
 from keel.algorithms.surrogates import SurrogateTerm
@@ -26,6 +26,7 @@ from keel.algorithms.terms import (
     Coefficient,
     FrozenModel,
     UnusedIf,
+    number_or,
     one_of,
 )
 
@@ -46,11 +47,13 @@ if TYPE_CHECKING:
     Surrogate = SurrogateTerm
     Mask = MaskTerm
     Correction = CorrectionTerm
+    Bonus = float | AdaptiveEntropy
 else:
     Advantage = one_of(AdvantageTerm)
     Surrogate = one_of(SurrogateTerm)
     Mask = one_of(MaskTerm)
     Correction = one_of(CorrectionTerm)
+    Bonus = number_or(Coefficient, AdaptiveEntropy)
 
 
 def _truncating(corrections: Any) -> Any:
@@ -72,7 +75,7 @@ class Algorithm(FrozenModel):
     weights: Weights
     divergence: Annotated[Divergence | None, _OFF] = None
     value: ValueLoss | None = None
-    entropy: Coefficient = 0.0
+    entropy: Bonus = 0.0
     masks: Annotated[tuple[Mask, ...], AsTuple] = ()
     corrections: Annotated[tuple[Correction, ...], BeforeValidator(_truncating), AsTuple] = ()
 
@@ -81,6 +84,12 @@ class Algorithm(FrozenModel):
         for reason in contradictions(self):
             raise ValueError(reason)
         return self
+
+    @property
+    def bonus(self) -> float:
+        """The coefficient of the entropy bonus, of an adaptive one the first."""
+        entropy = self.entropy
+        return entropy.coefficient if isinstance(entropy, AdaptiveEntropy) else entropy
 
     @property
     def ratio_kind(self) -> RatioKind:

@@ -425,7 +425,7 @@ def by_gradient(
     surrogate. At least one sequence is among the first, so that each parameter has a gradient.
     """
     divergence = algorithm.loss_divergence is not None and beta != 0
-    other_terms = divergence or algorithm.value is not None or algorithm.entropy > 0
+    other_terms = divergence or algorithm.value is not None or algorithm.bonus > 0
     if other_terms or not algorithm.surrogate.reads_advantage:
         return list(range(batch.sequences)), []
     changes_N = (batch.advantage_N != 0).to(torch.float32)

@@ -20,7 +20,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from keel.algorithms.corrections import CustomCorrection
-from keel.algorithms.losses import Adaptive
+from keel.algorithms.losses import Adaptive, AdaptiveEntropy
 from keel.algorithms.masks import CustomMask, MaskTerm
 from keel.algorithms.signals import LossSignals, Signals
 from keel.algorithms.spec import Algorithm
@@ -183,6 +183,33 @@ def adapted_beta(rule: Adaptive, beta: float, kl: float, sequences: int) -> floa
     return divergences.adapt_ppo(beta, kl=kl, target=rule.target)
 
 
+def with_bonus(algorithm: Algorithm, now: Sequence[float]) -> Algorithm:
+    """The algorithm with the coefficient of an adaptive entropy bonus as a number.
+
+    `now` is what `adapted_bonus` made of the update before: the coefficient, and the entropy.
+    """
+    rule = algorithm.entropy
+    if not isinstance(rule, AdaptiveEntropy):
+        return algorithm
+    coefficient, entropy = now or (rule.coefficient, rule.target)
+    return algorithm.model_copy(update={"entropy": coefficient if entropy <= rule.target else 0.0})
+
+
+def adapted_bonus(algorithm: Algorithm, now: Sequence[float], entropy: float) -> Sequence[float]:
+    """The same after an update of this entropy; nothing of a bonus that is not adaptive."""
+    rule = algorithm.entropy
+    if not isinstance(rule, AdaptiveEntropy):
+        return ()
+    coefficient = divergences.adapt_entropy(
+        now[0] if now else rule.coefficient,
+        entropy,
+        target=rule.target,
+        delta=rule.delta,
+        maximum=rule.maximum,
+    )
+    return coefficient, entropy
+
+
 @torch.no_grad()
 def value_metrics(actions: Actions, estimates: Estimates) -> dict[str, float]:
     """The values before the update against the returns; nothing without a value model."""
@@ -243,9 +270,9 @@ def loss(algorithm: Algorithm, batch: TrainBatch[Any], scores: Scores, beta: flo
     if algorithm.value is not None and batch.return_N is not None:
         value_N, metrics = _value(algorithm, batch, batch.return_N, scores)
         terms["value"] = algorithm.value.coefficient * batch.token_weight, value_N
-    if algorithm.entropy > 0:
+    if algorithm.bonus > 0:
         assert scores.entropy_N is not None
-        terms["entropy"] = -algorithm.entropy * batch.token_weight, scores.entropy_N
+        terms["entropy"] = -algorithm.bonus * batch.token_weight, scores.entropy_N
     sums = {name: scale * term_N.sum() for name, (scale, term_N) in terms.items()}
     total = reduce(operator.add, sums.values())
     with torch.no_grad():

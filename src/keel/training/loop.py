@@ -44,6 +44,7 @@ class StepResult:
     skipped: int = 0
     """Optimizer steps that were not taken because they were not finite."""
     beta: float = 0.0
+    bonus: Sequence[float] = ()
     stream: Mapping[str, Any] = field(default_factory=dict)
     records: Callable[[], Sequence[RolloutRow]] = tuple
     work: StepWork | None = None
@@ -220,6 +221,7 @@ def run(loop: Loop, progress: Progress) -> Progress:
             progress,
             step=number,
             beta=step.beta,
+            bonus=step.bonus,
             stream=step.stream,
             tokens=progress.tokens + step.tokens,
             token_budget=loop.budget.found,

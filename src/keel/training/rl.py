@@ -23,7 +23,14 @@ from keel.config.stage import Optimizer
 from keel.learn.advantages import estimate, outcome
 from keel.learn.batch import LESS, Batch, Estimates, TrainBatch, from_groups, oom_context
 from keel.learn.learner import Losses, Trainer, by_gradient
-from keel.learn.loss import adapted_beta, limited, prepare, value_metrics
+from keel.learn.loss import (
+    adapted_beta,
+    adapted_bonus,
+    limited,
+    prepare,
+    value_metrics,
+    with_bonus,
+)
 from keel.learn.optimizer import Cause, NotFinite, learning_rate
 from keel.objective import corrections, divergences, ratios
 from keel.runs.rows import LOSS, RolloutRow
@@ -116,7 +123,7 @@ class RLLoop(Loop):
     def take_step(self, progress: Progress, number: int) -> StepResult:
         """Rollouts with their rewards, the updates on them, and the engines' new weights."""
         algorithm, schedule, beta = self.algorithm, self.schedule, progress.beta
-        clock, skipped = self.writer.clock, 0
+        clock, skipped, bonus = self.writer.clock, 0, progress.bonus
         records: Callable[[], Sequence[RolloutRow]] = tuple
         work: StepWork | None = None
         with clock("rollout"):
@@ -136,7 +143,7 @@ class RLLoop(Loop):
                     updated = update_models(self, batch, estimates, rollouts, progress, number)
                 metrics |= updated.metrics
                 metrics["step/tokens"] = float(sum(batch.input_lengths))
-                skipped = updated.skipped
+                skipped, bonus = updated.skipped, updated.bonus
                 work = _work(self, rollouts, updated.minibatches, beta)
                 values, tokenizer = _token_values(batch, updated), self.sampler.chat.tokenizer
                 records = partial(rollout_records, rollouts, values, tokenizer)
@@ -152,6 +159,7 @@ class RLLoop(Loop):
             int(metrics["step/tokens"]),
             skipped,
             beta,
+            bonus,
             self.sampler.stream.state(),
             records,
             work,
@@ -186,12 +194,13 @@ class Minibatch:
 @dataclass(frozen=True, eq=False)
 class UpdateResult:
     """The mini-batches of a step, the metrics of its updates, how many were not finite, and for
-    each one that was taken the values of its tokens."""
+    each one that was taken the values of its tokens; `bonus` is the progress's after it."""
 
     minibatches: Sequence[Minibatch]
     metrics: dict[str, float]
     tokens: Sequence[tuple[Minibatch, Mapping[str, Tensor]]] = ()
     skipped: int = 0
+    bonus: Sequence[float] = ()
 
 
 @oom_context("the engine took the weights over", LESS)
@@ -232,7 +241,7 @@ def update_models(
     """The optimizer steps on a batch: its mini-batches, once in every epoch."""
     keep = _learnable(loop, rollouts)
     if not keep:
-        return UpdateResult([], {})
+        return UpdateResult([], {}, bonus=progress.bonus)
     schedule, algorithm = loop.schedule, loop.algorithm
     seed = derive(loop.seed, "minibatches", number)
     own = loop.loss.ratio_to_itself
@@ -247,13 +256,17 @@ def update_models(
     )
     rates = schedule.rates(number, progress.rate_scale)
     taken: list[tuple[Minibatch, Losses]] = []
-    skipped = 0
+    skipped, bonus, applied = 0, progress.bonus, list[float]()
     for at, part in enumerate([*batches] * schedule.epochs):
+        now = with_bonus(algorithm, bonus)
         try:
             moved = bool(taken) or not loop.loss.score_old
             drawn = replace(part.batch, seed=derive(seed, "masks", at))
-            made = loop.learner.update(algorithm, drawn, progress.beta, rates, moved=moved)
+            made = loop.learner.update(now, drawn, progress.beta, rates, moved=moved)
             taken.append((part, made))
+            applied.append(now.bonus)
+            if rates[0] is not None:  # before, the policy does not move
+                bonus = adapted_bonus(algorithm, bonus, made.metrics["entropy"])
         except NotFinite as error:
             loop.skip(
                 progress,
@@ -262,7 +275,7 @@ def update_models(
                 skipped=skipped,
                 began=loop.learner.began,
                 weight=loop.learner.bad_weight,
-                diagnose=partial(_diagnose, loop, rollouts, part, progress.beta),
+                diagnose=partial(_diagnose, loop, now, rollouts, part, progress.beta),
                 keep=partial(write_batch, batch=part.batch),
             )
             skipped += 1
@@ -277,9 +290,10 @@ def update_models(
         "learning_rate": rates[0] or 0.0,
         **({"value/learning_rate": rates[1]} if loop.learner.learns_values else {}),
         "beta": progress.beta,
+        **({"entropy/coefficient": float(np.mean(applied))} if bonus else {}),
     }
     tokens = [(part, losses.tokens) for part, losses in taken]
-    return UpdateResult(batches, watched, tokens, skipped)
+    return UpdateResult(batches, watched, tokens, skipped, bonus)
 
 
 def minibatches(
@@ -375,9 +389,11 @@ def _reset_reference(loop: RLLoop, number: int) -> None:
         loop.learner.refresh_reference()
 
 
-def _diagnose(loop: RLLoop, rollouts: Rollouts, part: Minibatch, beta: float) -> tuple[Cause, str]:
+def _diagnose(
+    loop: RLLoop, algorithm: Algorithm, rollouts: Rollouts, part: Minibatch, beta: float
+) -> tuple[Cause, str]:
     """The cause of a loss or gradient that is not finite, and the sequence that it comes from."""
-    cause = loop.learner.cause_of(loop.algorithm, part.batch, beta)
+    cause = loop.learner.cause_of(algorithm, part.batch, beta)
     if cause.sequence is None:
         return cause, ""
     prompts = [group.prompt.id for group in rollouts.groups for _ in group.completions]

@@ -57,6 +57,8 @@ class Progress:
     """The evaluation before the first step."""
     token_budget: int | None = None
     skipped: int = 0
+    bonus: Sequence[float] = ()
+    """Of an adaptive entropy bonus: see `with_bonus`."""
     rate_scale: float = 1.0
     """What callbacks have multiplied the learning rates of the stage's later steps by."""
     stopped: bool = False

@@ -63,6 +63,9 @@ def entropy_collapse(history: StageHistory) -> Symptom | None:
     figures = {"entropy_first": first, "entropy_last": last, "reward": late}
     if bounds is not None:
         figures |= {"lowest": bounds[0], "highest": bounds[1]}
+    bonus = history.values("entropy/coefficient")
+    if len(bonus):
+        figures["bonus"] = bonus[-1]
     return Symptom(steps[start:], figures)
 
 
