@@ -159,6 +159,8 @@ EXAMPLES: dict[Function, Example] = {
     preference.ipo: example({"probability_C": UNIT, "beta": 0.3}, gap_C=n(1)),
     ratios.exponential: example(log_ratio_N=n(1)),
     corrections.effective_sample_size: example(weight_N=n(1).exp()),
+    corrections.chi_squared: example(weight_N=n(1).exp()),
+    corrections.perplexity_ratio: example(OWN, engine_log_prob_N=n(1), old_log_prob_N=n(2)),
     ratios.none: RATIO,
     ratios.token: RATIO,
     ratios.sequence: RATIO,

@@ -33,6 +33,7 @@ from keel.learn.loss import (
 )
 from keel.learn.optimizer import Cause, NotFinite, learning_rate
 from keel.objective import corrections, divergences, ratios
+from keel.objective.segments import segment_sum
 from keel.runs.rows import LOSS, RolloutRow
 from keel.training.evaluator import Evaluators
 from keel.training.loop import EvaluationResult, Loop, StepResult, write_batch
@@ -456,15 +457,18 @@ def _engine_difference(
     else:
         return {}
     engine_N = batch.engine_log_prob_N.to(trainer_N)
-    gap_N = (trainer_N - engine_N).abs()
+    gap_N, lengths_S = (trainer_N - engine_N).abs(), batch.lengths_S
+    sums_S = segment_sum(trainer_N - engine_N, lengths_S)
+    weight_N, weight_S = ratios.exponential(trainer_N - engine_N), ratios.exponential(sums_S)
     found = {
         "sampling/sampling_logp_difference/mean": gap_N.mean(),
         "sampling/sampling_logp_difference/max": gap_N.max(),
         "sampling/kl/k1": divergences.k1(engine_N, trainer_N).mean(),
         "sampling/kl/k3": divergences.k3(engine_N, trainer_N).mean(),
-        "sampling/effective_sample_size": corrections.effective_sample_size(
-            ratios.exponential(trainer_N - engine_N)
-        ),
+        "sampling/effective_sample_size": corrections.effective_sample_size(weight_N),
+        "sampling/chi_squared/token": corrections.chi_squared(weight_N),
+        "sampling/chi_squared/sequence": corrections.chi_squared(weight_S),
+        "sampling/perplexity_ratio": corrections.perplexity_ratio(engine_N, trainer_N, lengths_S),
     }
     return dict(zip(found, torch.stack([*found.values()]).tolist(), strict=True))
 
