@@ -731,6 +731,19 @@ def test_each_converted_recipe_passes_check(name: str, tmp_path: Path) -> None:
     assert errors == []
 
 
+def test_factor_of_openrlhf_is_mapped(tmp_path: Path) -> None:
+    path = tmp_path / "run.sh"
+    command = "python3 -m openrlhf.cli.train_ppo_ray --pretrain a/b --stop_properly_penalty_coef "
+    for value in ("0.5", "-0.5", "0.5 --overlong_buffer_len 16"):
+        path.write_text(command + value)
+        found = convert(str(path))
+        refused = f"stop_properly_penalty_coef = {float(value.split()[0])}"
+        if value == "0.5":
+            assert found.recipe["rollout"]["truncated_factor"] == 0.5
+        else:
+            assert refused in found.refused
+
+
 def test_entropy_bonus_of_trl_is_mapped(tmp_path: Path) -> None:
     path = tmp_path / "grpo.yaml"
     path.write_text("num_generations: 8\nuse_adaptive_entropy: true\nentropy_target: 0.6\n")

@@ -358,6 +358,15 @@ def notes(algorithm: Algorithm, setting: Setting) -> tuple[str, ...]:
     overlong = _overlong(setting)
     if overlong:
         found.append(overlong)
+    if setting.length_penalty:
+        found.append(
+            "A penalty of length, more for an easy prompt: the reward less "
+            rf"${number(setting.length_penalty)} \max(p_g, \frac{{1}}{{G}}) "
+            r"\frac{L_i}{\mathrm{mean}_g(L)}$, $p_g$ the share of the group's rewards above 0."
+        )
+    if setting.truncated_factor != 1:
+        factor = number(setting.truncated_factor)
+        found.append(f"The reward of a completion cut at the budget is multiplied by {factor}.")
     if setting.mask_truncated:
         found.append("Completions cut at the budget are left out of the loss.")
     d = algorithm.loss_divergence

@@ -235,6 +235,8 @@ class Setting:
     dynamic_sampling: bool = False
     overlong_buffer: int = 0
     overlong_share: float = 0.0
+    length_penalty: float = 0.0
+    truncated_factor: float = 1.0
     mask_truncated: bool = False
     old_log_probs: Literal["trainer", "engine"] = "trainer"
     reference_reset_every: int | None = None

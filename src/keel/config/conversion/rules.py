@@ -286,6 +286,19 @@ def trl_divergence(c: Foreign) -> Keys:
     yield f"{DIVERGENCE}.unbiased", weighed if of_tokens or not weighed else "ratio"
 
 
+def stop_properly(c: Foreign) -> Keys:
+    """OpenRLHF's factor of the reward of completions that were cut."""
+    factor, key = c["stop_properly_penalty_coef"], "stop_properly_penalty_coef"
+    if factor is None:
+        return
+    if factor < 0:
+        c.refuse(key, "below 0 it replaces the reward, and Keel's factor multiplies it")
+    elif c["overlong_buffer_len"]:
+        c.refuse(key, "OpenRLHF multiplies the penalty of length too")
+    else:
+        yield "rollout.truncated_factor", factor
+
+
 def trl_entropy(c: Foreign) -> Keys:
     """The entropy bonus: its coefficient, or the rule that moves it."""
     if not c["use_adaptive_entropy"]:
