@@ -123,6 +123,9 @@ OTHERS: dict[str, Algorithm] = {
     "entropy": algorithm(entropy=0.01),
     "turns, no std": algorithm(advantage={"kind": "group_in_group", "scale": "none"}),
     "roles of a column": algorithm(advantage={"kind": "role_relative", "role": "player"}),
+    "adaptive entropy": algorithm(
+        entropy={"coefficient": 0.02, "target": 0.7, "delta": 0.003, "maximum": 0.6}
+    ),
     "best of group, no std": algorithm(advantage={"kind": "best_of_group", "scale": "none"}),
     "OPD and a reward": algorithm(distillation={"coefficient": 0.5, "prefix_gain": 0.5}),
     **{

@@ -20,7 +20,8 @@ from tests.algorithms import samples
 FULL = Setting(
     group_size=8, prompts_per_step=32, max_tokens=640, epochs=3, minibatches=5, reward="rule",
     value="head", lora=True, temperature=0.7, dynamic_sampling=True, overlong_buffer=128,
-    mask_truncated=True, old_log_probs="engine", reference_reset_every=50,
+    length_penalty=0.3, truncated_factor=0.5, mask_truncated=True,
+    old_log_probs="engine", reference_reset_every=50,
 )  # fmt: skip
 
 
@@ -63,7 +64,7 @@ def test_every_row_is_explained(name: str, context: Setting) -> None:
     ]
     assert always == ["advantage", "ratio", "surrogate", "weights", "divergence"]
     assert ("value" in keys) == (algorithm.value is not None)
-    assert ("entropy" in keys) == (algorithm.entropy > 0)
+    assert ("entropy" in keys) == (algorithm.entropy != 0)
     assert keys.count("masks") == len(algorithm.masks)
     assert keys.count("corrections") == len(algorithm.corrections)
     kinds = {term.key: term.kind for term in found.terms}

@@ -201,6 +201,12 @@ def _marked(text: str) -> list[RolloutRow]:
     return fours(lambda g, i: completion(g, i % 2, completion=text if i % 2 else "42"))
 
 
+def _corrected(level: str) -> dict[str, Any]:
+    """A recipe that weighs tokens, or completions as a whole."""
+    corrections = [{"kind": "truncate", "level": level}]
+    return {**SEVERAL, "algorithm": {**SEVERAL.get("algorithm", {}), "corrections": corrections}}
+
+
 TWINS = (
     Twin(
         "no-reward",
@@ -377,6 +383,25 @@ TWINS = (
         usual(**{"sampling/sampling_logp_difference/mean": 0.2}),
         {"sampling/sampling_logp_difference/mean": 0.02},
         recipe={**SEVERAL, "model": {"build": {}, "dtype": "bfloat16"}},
+    ),
+    Twin(
+        "engine-mismatch",
+        usual(**{"sampling/kl/k1": -2e-4 + 1e-5 * WOBBLE}),
+        {"sampling/kl/k1": 1e-3 * np.where(np.arange(STEPS) % 2, 1, -1)},  # as much on either side
+        recipe=SEVERAL,
+    ),
+    Twin(
+        "engine-mismatch",
+        usual(**{"sampling/effective_sample_size": 0.8}),
+        {"sampling/effective_sample_size": 0.95},
+        recipe={**_corrected("token"), "rollout": {"async_level": 1}},
+    ),
+    Twin(
+        "engine-mismatch",
+        usual(**{"sampling/chi_squared/sequence": 2.0}),
+        {},
+        recipe=_corrected("sequence"),
+        near_recipe=_corrected("token"),
     ),
 )
 

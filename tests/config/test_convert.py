@@ -213,12 +213,11 @@ def test_vllm_and_its_correction_are_kept_if_asked_for() -> None:
 
 def test_unknown_keys_and_changed_mathematics_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
-    path.write_text("num_generations: 8\nbetta: 0.1\nloss_type: ess\nuse_adaptive_entropy: true\n")
+    path.write_text("num_generations: 8\nbetta: 0.1\nloss_type: ess\n")
     found = convert(str(path))
     assert set(found.refused) == {
         "betta = 0.1",
         "loss_type = 'ess'",
-        "use_adaptive_entropy = True",
     }
     assert "beta?" in found.refused["betta = 0.1"]
 
@@ -788,6 +787,32 @@ def test_each_converted_recipe_passes_check(name: str, tmp_path: Path) -> None:
     report = check(shrunk(converted(name).recipe, tmp_path), runs=False).as_dict()
     errors = [one for one in report["findings"] if one["severity"] == "error"]
     assert errors == []
+
+
+def test_factor_of_openrlhf_is_mapped(tmp_path: Path) -> None:
+    path = tmp_path / "run.sh"
+    command = "python3 -m openrlhf.cli.train_ppo_ray --pretrain a/b --stop_properly_penalty_coef "
+    for value in ("0.5", "-0.5", "0.5 --overlong_buffer_len 16"):
+        path.write_text(command + value)
+        found = convert(str(path))
+        refused = f"stop_properly_penalty_coef = {float(value.split()[0])}"
+        if value == "0.5":
+            assert found.recipe["rollout"]["truncated_factor"] == 0.5
+        else:
+            assert refused in found.refused
+
+
+def test_entropy_bonus_of_trl_is_mapped(tmp_path: Path) -> None:
+    path = tmp_path / "grpo.yaml"
+    path.write_text("num_generations: 8\nuse_adaptive_entropy: true\nentropy_target: 0.6\n")
+    entropy = convert(str(path)).recipe["algorithm"]["entropy"]
+    assert entropy == {"target": 0.6, "delta": 0.005, "maximum": 1.0}
+    path.write_text("num_generations: 8\nentropy_coef: 0.02\n")
+    assert convert(str(path)).recipe["algorithm"]["entropy"] == 0.02
+    path.write_text(
+        "num_generations: 8\nuse_adaptive_entropy: true\nentropy_coef: 0.1\nentropy_coef_min: 0.1\n"
+    )
+    assert set(convert(str(path)).refused) == {"entropy_coef = 0.1", "entropy_coef_min = 0.1"}
 
 
 def test_masks_of_trl_and_losses_of_verl_are_mapped(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -13,13 +14,13 @@ from torch import Tensor
 from keel.algorithms.advantages import CustomAdvantage
 from keel.algorithms.corrections import MaskWeights, Truncate
 from keel.algorithms.group_advantages import GroupRelative
-from keel.algorithms.losses import Adaptive, Divergence
+from keel.algorithms.losses import Adaptive, AdaptiveEntropy, Divergence
 from keel.algorithms.ratios import Weights
 from keel.algorithms.spec import Algorithm
 from keel.algorithms.surrogates import Clip, CustomSurrogate, Geometric
 from keel.algorithms.weighted import Cispo
 from keel.learn.advantages import RolloutRewards, estimate
-from keel.learn.loss import adapted_beta, loss, prepare
+from keel.learn.loss import adapted_beta, adapted_bonus, loss, prepare, with_bonus
 from keel.models.head import Scores
 from keel.objective.group import group_relative
 from keel.objective.surrogates import clip
@@ -142,6 +143,23 @@ def test_entropy_bonus_lowers_the_loss_by_its_mean_over_tokens() -> None:
     whole = prepare(algorithm(), made.batch, made.estimates, 16)
     plain, bonus = (loss(algorithm(entropy=b), whole, scores, 0.0).total for b in (0.0, 0.3))
     torch.testing.assert_close(bonus - plain, -0.3 * made.entropy_N.mean(), rtol=0, atol=1e-12)
+
+
+def test_adaptive_bonus_is_the_loop() -> None:
+    """Of Skywork-OR1: c grows while the entropy is low, and is applied only then."""
+    rule = {"coefficient": 0.01, "target": 0.5, "delta": 0.02, "maximum": 0.05}
+    chosen = algorithm(entropy=AdaptiveEntropy(**rule))
+    state: Sequence[float] = ()
+    c, low = 0.01, True
+    for entropy in (0.6, 0.4, 0.5, 0.3, 0.7, 0.2, 0.2):
+        assert with_bonus(chosen, state).entropy == (c if low else 0.0)
+        state = adapted_bonus(chosen, state, entropy)
+        low = entropy <= 0.5
+        c = min(c + 0.02, 0.05) if low else max(c - 0.02, 0.0)
+        assert state == (c, entropy)
+    fixed = algorithm(entropy=0.3)
+    assert with_bonus(fixed, ()) is fixed
+    assert adapted_bonus(fixed, (), 0.1) == ()
 
 
 @pytest.mark.parametrize("rule", ["ppo", "ziegler"])

@@ -183,6 +183,8 @@ EXAMPLES: dict[Function, Example] = {
          "desirable_weight": 1.3, "undesirable_weight": 0.8}, log_ratio_S=n(1)),
     ratios.exponential: example(log_ratio_N=n(1)),
     corrections.effective_sample_size: example(weight_N=n(1).exp()),
+    corrections.chi_squared: example(weight_N=n(1).exp()),
+    corrections.perplexity_ratio: example(OWN, engine_log_prob_N=n(1), old_log_prob_N=n(2)),
     ratios.none: RATIO,
     ratios.token: RATIO,
     ratios.sequence: RATIO,
@@ -225,7 +227,7 @@ EXAMPLES: dict[Function, Example] = {
     auxiliary.of_right: example({"threshold": 0.1}, log_prob_N=n(1), outcome_N=n(2)),
     auxiliary.uncertain: example({"log_prob_M": -n(1).abs()}),
     masks.top_entropy: example({"entropy_N": n(1), "share": 0.4}),
-    masks.off_policy: example(
+    masks.off_policy_sequences: example(
         {"log_prob_N": n(1), "engine_log_prob_N": n(2), "advantage_N": n(3), **OWN, "bound": 0.1}),
     masks.second_moment: example({**TO_OLD, "bound": 0.2}),
     masks.total_variation: example(
@@ -235,7 +237,7 @@ EXAMPLES: dict[Function, Example] = {
         {"log_prob_N": -n(1).abs(), "old_log_prob_N": -n(2).abs(), "advantage_N": n(3),
          "low": 0.01, "high": 0.02}),
     masks.covariance: example({"log_prob_N": n(1)}, advantage_N=n(2)),
-    masks.clip_covariance: example(
+    masks.clip_cov: example(
         {"log_prob_N": n(1), "advantage_N": n(2), "clipped_N": FLAGS, "share": 0.2, "floor": -1.0,
          "cap": 1.0, "seed": 3}),
     masks.highest: example({"x_N": n(1), "share": 0.3}),
@@ -299,7 +301,8 @@ EXAMPLES: dict[Function, Example] = {
 OTHERS: set[Function] = {
     segments.sequence_index, segments.continues, gae.adaptive_lambda, weights.sequence_mean,
     weights.token_mean, weights.constant, weights.sequence_sum, divergences.adapt_ppo,
-    divergences.adapt_ziegler, gae.explained_variance, turns.turn_lengths,
+    divergences.adapt_ziegler, divergences.adapt_entropy, gae.explained_variance,
+    turns.turn_lengths,
 }  # fmt: skip
 NAMED = {name: EXAMPLES[f] for name, f in PUBLIC.items() if f in EXAMPLES}
 

@@ -32,6 +32,16 @@ def test_effective_sample_size_is_the_share_of_equal_weights() -> None:
     loops.close(corrections.effective_sample_size(log_N.exp()), wanted)
 
 
+def test_distances_of_engine_and_trainer_are_the_loops() -> None:
+    rho = loops.tensor(TOKEN)
+    loops.close(corrections.chi_squared(rho), sum(w * w for w in TOKEN) / 5 - 1)
+    loops.close(corrections.chi_squared(torch.ones(3)), 0.0)
+    gaps = loops.split(ENGINE - OLD, LENGTHS)
+    wanted = sum(math.exp(sum(g) / len(g)) for g in gaps) / 2
+    found = corrections.perplexity_ratio(ENGINE, OLD, loops.ints(LENGTHS))
+    loops.close(found, wanted)
+
+
 def test_truncate() -> None:
     lengths_S = loops.ints(LENGTHS)
     token = corrections.truncate(ENGINE, OLD, lengths_S, level="token", cap=2.0)

@@ -122,6 +122,11 @@ def test_adaptive_coefficients() -> None:
     assert divergences.adapt_ziegler(1.0, 9.0, **options) == pytest.approx(1.02)
     assert divergences.adapt_ziegler(1.0, 0.0, **options) == pytest.approx(0.98)
     assert divergences.adapt_ziegler(3.0, 2.0, **options) == 3.0
+    bounds = {"target": 0.5, "delta": 0.25, "maximum": 0.5}
+    for entropy, before, after in [
+        (0.5, 0.0, 0.25), (0.4, 0.25, 0.5), (0.4, 0.5, 0.5), (0.6, 0.5, 0.25), (0.6, 0.125, 0.0)
+    ]:  # fmt: skip
+        assert divergences.adapt_entropy(before, entropy, **bounds) == after
 
 
 # ---------------- diagonal Gaussians, against a loop and torch.distributions

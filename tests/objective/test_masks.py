@@ -34,7 +34,7 @@ def test_off_policy_sequences_are_the_loops(lengths: list[int], seed: int) -> No
     size = sum(lengths)
     engine_N, log_prob_N = loops.random(size, seed), loops.random(size, seed + 1)
     advantage_N = loops.random(len(lengths), seed + 2).repeat_interleave(loops.ints(lengths))
-    found = masks.off_policy(
+    found = masks.off_policy_sequences(
         log_prob_N, engine_N, advantage_N, loops.ints(lengths), bound=0.1
     ).tolist()
     gaps = loops.split(engine_N - log_prob_N, lengths)
@@ -110,15 +110,15 @@ def test_clip_covariance_draws_among_the_high_ones(seed: int) -> None:
     cov_N = masks.covariance(log_prob_N, advantage_N)
     clipped_N = loops.random(200, 3) > 0.5
     bounds = {"share": 0.02, "floor": 0.5, "cap": 2.0}
-    kept_N = masks.clip_covariance(log_prob_N, advantage_N, clipped_N, **bounds, seed=seed)
+    kept_N = masks.clip_cov(log_prob_N, advantage_N, clipped_N, **bounds, seed=seed)
     left_N = ~kept_N
     assert left_N.sum() == 4
     assert ((cov_N > 0.5) & (cov_N < 2.0) & ~clipped_N)[left_N].all()
-    again = masks.clip_covariance(log_prob_N, advantage_N, clipped_N, **bounds, seed=seed)
-    other = masks.clip_covariance(log_prob_N, advantage_N, clipped_N, **bounds, seed=seed + 1)
+    again = masks.clip_cov(log_prob_N, advantage_N, clipped_N, **bounds, seed=seed)
+    other = masks.clip_cov(log_prob_N, advantage_N, clipped_N, **bounds, seed=seed + 1)
     assert torch.equal(kept_N, again)
     assert not torch.equal(kept_N, other)
-    nothing = masks.clip_covariance(
+    nothing = masks.clip_cov(
         log_prob_N, advantage_N, clipped_N, share=0.02, floor=50.0, cap=60.0, seed=seed
     )
     assert nothing.all()

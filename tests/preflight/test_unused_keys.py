@@ -96,6 +96,9 @@ rollout.vllm.gpu_memory_utilization=0.6
 {SERVED} rollout.vllm.gpus=[0]
 algorithm.corrections.kind=truncate model.dtype=bfloat16 rollout.dtype=bfloat16
 algorithm=opd teacher.name=a/b rollout.overlong_buffer=8
+algorithm=opd teacher.name=a/b rollout.length_penalty=0.1
+algorithm=opd teacher.name=a/b rollout.truncated_factor=0.5
+algorithm=ppo rollout.group_size=1 rollout.length_penalty=0.1
 algorithm=opd model.dtype=bfloat16 teacher.name=a/b teacher.dtype=bfloat16
 algorithm=opd teacher.name=a/b teacher.weights=live
 algorithm=opd teacher.prompt=x teacher.rate=0.5
@@ -212,6 +215,7 @@ model.dtype=bfloat16 optimizer.offload=cpu
 trackers.wandb=true trackers.project=mine
 rollout.max_turns=3 algorithm=dapo rollout.max_refills=3
 algorithm.surrogate.high=0.28 minibatches=2
+rollout.length_penalty=0.1 rollout.truncated_factor=0.5
 algorithm.surrogate.high=0.28 rollout.old_log_probs=engine
 algorithm=cispo algorithm.surrogate.cap=3.0
 algorithm=ppo value.warmup_steps=2

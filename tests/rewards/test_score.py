@@ -162,6 +162,43 @@ def test_overlong_is_a_component() -> None:
     assert scored.metrics["rewards/overlong/mean"] == pytest.approx(-0.625)
 
 
+def test_relative_length_is_the_loop() -> None:
+    """Of rewards above 0 in each group; an answer without a reward is in no mean."""
+    texts = (["xa", "aa", "aaaa", "b"], ["ab", "aaaaa", "a"], ["", ""])
+    right = {"aa": 1.0, "aaaa": 2.0, "b": -1.0, "xa": None}
+
+    def judged(completions: Any) -> list[float | None]:
+        return [right.get(text, 0.0) for text in completions]
+
+    scored = Scorer([named(judged)], length_penalty=0.3)([group(one) for one in texts], 0)
+    for one, results in zip(texts, scored.results, strict=True):
+        known = [text for text in one if right.get(text, 0.0) is not None]
+        solved = max(sum(right.get(t, 0.0) > 0 for t in known), 1) / len(known)  # type: ignore[operator]
+        mean = sum(map(len, known)) / len(known)
+        for text, result in zip(one, results, strict=True):
+            reward = right.get(text, 0.0)
+            if reward is None:
+                assert result.reward is result.components["relative_length"] is None
+                continue
+            wanted = -0.3 * solved * len(text) / mean if mean else 0.0
+            assert result.components["relative_length"] == pytest.approx(wanted, abs=1e-15)
+            assert result.reward == pytest.approx(reward + wanted, abs=1e-15)
+            assert result.unshaped == reward
+
+
+def test_reward_of_a_cut_completion_is_multiplied() -> None:
+    both = replace(completion("aaaa"), finish="length"), completion("aaaa")
+    cut = Group(Prompt("t/train/0", "say", {}, "t"), both)
+    scorer = Scorer([reward("by_length")], truncated_factor=0.25, overlong_buffer=4, max_tokens=4)
+    first, second = scorer([cut], 0).results[0]
+    assert (first.reward, second.reward) == (1.0 - 1.0, 4.0 - 1.0)  # the penalty is not multiplied
+    assert (first.outcome, first.unshaped) == (0.0, 4.0)
+    steps = Scorer([named(lambda completions: [[(1, 2.0)]] * 2, "steps")], truncated_factor=0.25)
+    first, second = steps([cut], 0).results[0]
+    assert (first.steps, second.steps) == ((Step(1, 0.5),), (Step(1, 2.0),))
+    assert first.reward == 0.5
+
+
 def test_process_rewards_become_steps() -> None:
     def steps(completions: Any) -> list[Any]:
         return [[(0, 0.5), (2, -1.0)], [], None]

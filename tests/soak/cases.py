@@ -91,6 +91,11 @@ LOOPS: dict[str, tuple[Make, Shows]] = {
         "algorithm.divergence.adaptive.target=1e-6",
         shows=_varies("beta"),
     ),
+    "adaptive-entropy": _rl(
+        *("minibatches=2", "algorithm.entropy={target=2.0, delta=0.01, coefficient=0.005}"),
+        *("steps=4", FAST_RATE),
+        shows=_varies("entropy/coefficient"),
+    ),
     "dynamic": _rl(
         "algorithm=dapo",
         "rollout.max_refills=2",

@@ -30,6 +30,15 @@ def test_gspo_has_two_minibatches_by_default(tmp_path: Path) -> None:
     assert "importance ratio stays 1" in "".join(notes(still))
 
 
+def test_adaptive_bonus_that_stays_is_the_fixed_one(tmp_path: Path) -> None:
+    several = (DENSE, "steps=3", "minibatches=2")
+    fixed = metrics(run(tmp_path / "a", *several, "algorithm.entropy=0.02"))
+    stays = "algorithm.entropy={coefficient=0.02, target=9.0, delta=0.0}"
+    rows = metrics(run(tmp_path / "b", *several, stays))
+    assert [row.pop("entropy/coefficient") for row in rows] == [0.02] * 3
+    assert rows == fixed
+
+
 def test_preset_minibatches_are_at_most_the_completions() -> None:
     assert rl("algorithm=dapo").minibatches == 16
     small = ("rollout.prompts_per_step=2", "rollout.group_size=2")

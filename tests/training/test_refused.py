@@ -54,6 +54,14 @@ OF_OLDER_WEIGHTS = (
             ("algorithm=gdpo", "rewards.functions=[{function='task', clip=[0.0, 0.5]}]"),
             "reads each reward as its function gives it: rewards.functions.0.clip would be lost",
         ),
+        (
+            ("algorithm=gdpo", "rollout.truncated_factor=0.5"),
+            "rollout.truncated_factor would be lost, leave it out",
+        ),
+        *(
+            (("algorithm=maxrl", f"rollout.{key}=1"), f"makes negative: set rollout.{key} = 0")
+            for key in ("overlong_buffer", "length_penalty")
+        ),
         ((AHEAD,), OF_OLDER_WEIGHTS),
         ((AHEAD, TRUNCATE, FROM_ENGINE), OF_OLDER_WEIGHTS),
         ((AHEAD, FROM_ENGINE), OF_OLDER_WEIGHTS),

@@ -73,8 +73,14 @@ def test_the_first_update_measures_the_difference_where_nothing_else_does(
     assert 0 < abs(k1) < mean
     worth = separate["sampling/effective_sample_size"]
     assert 1 - worth == pytest.approx(2 * k3 - k1**2, rel=0.2)
+    # E[ρ] = 1 in expectation alone: χ² = mean²/ESS − 1.
+    chi2 = separate["sampling/chi_squared/token"]
+    assert chi2 == pytest.approx((1 - k1 + k3) ** 2 / worth - 1, abs=0.1 * k3 + 1e-6)
+    assert abs(separate["sampling/chi_squared/sequence"]) > abs(chi2)
+    assert separate["sampling/perplexity_ratio"] == pytest.approx(1 + k1, abs=0.2)
     if one_update:
-        for name in ("kl/k1", "kl/k3", "effective_sample_size"):
+        distances = ("chi_squared/token", "chi_squared/sequence", "perplexity_ratio")
+        for name in ("kl/k1", "kl/k3", "effective_sample_size", *distances):
             assert first[f"sampling/{name}"] == pytest.approx(
                 separate[f"sampling/{name}"], rel=1e-4
             )

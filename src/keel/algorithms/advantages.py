@@ -44,6 +44,7 @@ _ADAPTIVE = UnusedIf(
 class AdvantageTerm(TermChoice):
     """An advantage; the defaults are those of one number for a completion, without a group."""
 
+    module: ClassVar[str] = "group"
     reads_value: ClassVar[bool] = False
     """Whether it reads a value model (the default of `uses_value`)."""
     reads_groups: ClassVar[bool] = False
@@ -71,7 +72,7 @@ class AdvantageTerm(TermChoice):
 
     def value(self, signals: RewardSignals) -> Tensor:
         """A before whitening, of shape (N,) or (S,)."""
-        raise NotImplementedError
+        return self.computed(signals)
 
     def next_state(self, signals: RewardSignals) -> Mapping[str, float]:
         """The state after the step, of the one before it (`signals.state`)."""
@@ -323,9 +324,8 @@ class ValueBaseline(AdvantageTerm):
     whiten: bool = False
     source: ClassVar[str] = "Williams 1992; Sutton and Barto 2018 §13.4"
     reads_value: ClassVar[bool] = True
-
-    def value(self, signals: RewardSignals) -> Tensor:
-        return gae.value_baseline(signals.reward_S, signals.need("value_N"), signals.lengths_S)
+    module: ClassVar[str] = "gae"
+    reads: ClassVar[tuple[str, ...]] = ("reward_S", "value_N", "lengths_S")
 
     def returns(self, signals: RewardSignals, advantage_N: Tensor) -> Tensor:
         # The return to go (λ = 1), whose first one is the sequence's reward. A sequence without

@@ -38,6 +38,7 @@ Level = Literal["token", "sequence"]
 _GAP = r"\ell_{\mathrm{old},n} - \ell_{\mathrm{engine},n}"
 _GAPS = r"\sum_{t\in i} (\ell_{\mathrm{old},t} - \ell_{\mathrm{engine},t})"
 _MEAN = r"\exp\left(\frac{1}{L_i} \cdot \sum_{t\in i} \log \omega_t\right)"
+_WEIGHT = r"\omega_n"
 _EACH = {"token": "token", "sequence": "completion, an unnormalised product"}
 _KEPT = "A token left out keeps its place in the weights $w_n$."
 
@@ -45,27 +46,26 @@ _KEPT = "A token left out keeps its place in the weights $w_n$."
 class CorrectionTerm(TermChoice):
     """A correction; the defaults are those of one that multiplies by a factor."""
 
-    per_token: ClassVar[bool] = False
-    """Whether the weight of a token reads no other token."""
+    module: ClassVar[str] = "corrections"
+    reads: ClassVar[tuple[str, ...]] = ("engine_log_prob_N", "old_log_prob_N", "lengths_S")
     multiplies: ClassVar[bool] = True
     """Whether it multiplies the weights of those before it by a factor."""
     weighs: ClassVar[bool] = False
     """Whether that factor is an importance weight, not 0 or 1."""
 
-    def factor(self, signals: Signals) -> Tensor:
-        """What the weights are multiplied by; `keel.objective.corrections` has the function."""
-        engine_N, old_N = signals.need("engine_log_prob_N"), signals.need("old_log_prob_N")
-        function = getattr(corrections, self.kind)
-        found: Tensor = function(engine_N, old_N, signals.lengths_S, **self._options())
-        return found
+    @property
+    def per_token(self) -> bool:
+        """Whether the weight of a token reads no other token."""
+        each = (getattr(self, "level", None), getattr(self, "over", None))
+        return self.multiplies and "token" in each
 
     def apply(self, weight_N: Tensor, signals: Signals) -> Tensor:
         """c_n, of the weights so far."""
-        return weight_N * self.factor(signals)
+        return weight_N * self.computed(signals)
 
     def limited(self, signals: Signals) -> Tensor | None:
         """The tokens whose weight it truncates or sets to 0; None if it does neither."""
-        return self.factor(signals) == 0
+        return self.computed(signals) == 0
 
     def describe(self) -> Description:
         """First the equation of the factor, then those of symbols that only it has."""
@@ -74,22 +74,22 @@ class CorrectionTerm(TermChoice):
     def refusals(self, key: str) -> Iterator[str]:
         """Bounds that leave out the weight of a token that was sampled on policy; `key` is where it
         stands in the algorithm."""
-        yield from ()
+        bounds = self._options()
+        floor, cap = bounds.get("floor", 0.0), bounds.get("cap", math.inf)
+        if not floor <= 1 <= cap:
+            yield (
+                f"{key}.floor = {floor:g} and {key}.cap = {cap:g} leave out 1, the weight on "
+                "policy: every token would be masked, set floor <= 1 <= cap"
+            )
 
-    def _options(self) -> dict[str, Any]:
-        return self.model_dump(exclude={"kind"})
+    def _within(self, weight: str) -> str:
+        """The floor and the cap around a weight, in LaTeX."""
+        bounds = self._options()
+        return rf"{number(bounds['floor'])} \leq {weight} \leq {number(bounds['cap'])}"
 
 
 def _omega(level: Level) -> Equation:
-    return equation(r"\omega_n", rf"\exp({_GAP if level == 'token' else _GAPS})")
-
-
-def _leaves_out_one(key: str, floor: float, cap: float) -> Iterator[str]:
-    if not floor <= 1 <= cap:
-        yield (
-            f"{key}.floor = {floor:g} and {key}.cap = {cap:g} leave out 1, the weight on policy: "
-            "every token would be masked, set floor <= 1 <= cap"
-        )
+    return equation(_WEIGHT, rf"\exp({_GAP if level == 'token' else _GAPS})")
 
 
 class Truncate(CorrectionTerm):
@@ -101,13 +101,9 @@ class Truncate(CorrectionTerm):
     source: ClassVar[str] = "Ionides 2008"
     weighs: ClassVar[bool] = True
 
-    @property
-    def per_token(self) -> bool:  # type: ignore[override]
-        return self.level == "token"
-
     def limited(self, signals: Signals) -> Tensor:
         whole = self.model_copy(update={"cap": math.inf})
-        return whole.factor(signals) > self.cap
+        return whole.computed(signals) > self.cap
 
     def describe(self) -> Description:
         return Description(
@@ -134,18 +130,10 @@ class MaskWeights(CorrectionTerm):
     source: ClassVar[str] = "arXiv:2510.18855"
     weighs: ClassVar[bool] = True
 
-    @property
-    def per_token(self) -> bool:  # type: ignore[override]
-        return self.level == "token"
-
     def describe(self) -> Description:
-        cap, floor = number(self.cap), number(self.floor)
-        right = rf"\mathrm{{sg}}[\omega_n \cdot [{floor} \leq \omega_n \leq {cap}]]"
+        right = rf"\mathrm{{sg}}[\omega_n \cdot [{self._within(_WEIGHT)}]]"
         text = f"One weight a {_EACH[self.level]}, 0 outside the band. {_KEPT}"
         return Description((equation("c_n", right), _omega(self.level)), text)
-
-    def refusals(self, key: str) -> Iterator[str]:
-        return _leaves_out_one(key, self.floor, self.cap)
 
 
 class GeometricMask(CorrectionTerm):
@@ -157,16 +145,11 @@ class GeometricMask(CorrectionTerm):
     source: ClassVar[str] = "Liu et al. 2025, When Speed Kills Stability"
 
     def describe(self) -> Description:
-        cap, floor = number(self.cap), number(self.floor)
-        right = rf"[{floor} \leq {_MEAN} \leq {cap}]"
         text = (
             "A completion is left out where the geometric mean of its weights is outside the "
             f"band, which its length does not move. {_KEPT}"
         )
-        return Description((equation("c_n", right), _omega("token")), text)
-
-    def refusals(self, key: str) -> Iterator[str]:
-        return _leaves_out_one(key, self.floor, self.cap)
+        return Description((equation("c_n", f"[{self._within(_MEAN)}]"), _omega("token")), text)
 
 
 _NO_FLOOR = UnusedIf(
@@ -189,10 +172,6 @@ class Reject(CorrectionTerm):
     source: ClassVar[str] = "Schulman 2020; verl 2026, rollout correction"
 
     @property
-    def per_token(self) -> bool:  # type: ignore[override]
-        return self.over == "token"
-
-    @property
     def _cap(self) -> float:
         return 1.01 if self.cap is None else self.cap
 
@@ -213,7 +192,7 @@ class Reject(CorrectionTerm):
         }[self.over]
         bound = rf"{whole} \leq {number(self._cap)}"
         if self.statistic == "k1":
-            bound = rf"{number(self.floor)} \leq \exp\left({whole}\right) \leq {number(self._cap)}"
+            bound = self._within(rf"\exp\left({whole}\right)")
         each = "token" if self.over == "token" else "completion"
         text = (
             f"A {each} is left out where the {self.statistic} of its weights, an estimate of "
@@ -228,7 +207,7 @@ class Reject(CorrectionTerm):
         if self.statistic != "k1" and self.cap is None:
             yield f"{key}.cap bounds {self.statistic}, an estimate of a divergence: set it"
         if self.statistic == "k1":
-            yield from _leaves_out_one(key, self.floor, self._cap)
+            yield from super().refusals(key)
             if self.over == "max":
                 yield (
                     f"{key}: the largest k1 is of the tokens that became less likely alone: set "
@@ -245,13 +224,9 @@ class OutlierMask(CorrectionTerm):
     source: ClassVar[str] = "SkyRL 2026, outlier token masking"
 
     def describe(self) -> Description:
-        cap, floor = number(self.cap), number(self.floor)
-        inside = rf"{floor} \leq \omega_t \leq {cap} \text{{ for all }} t \in i"
+        inside = self._within(r"\omega_t") + r" \text{ for all } t \in i"
         text = f"One weight outside the bounds leaves its whole completion out. {_KEPT}"
         return Description((equation("c_n", f"[{inside}]"), _omega("token")), text)
-
-    def refusals(self, key: str) -> Iterator[str]:
-        return _leaves_out_one(key, self.floor, self.cap)
 
 
 class Normalise(CorrectionTerm):

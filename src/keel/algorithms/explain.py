@@ -11,7 +11,7 @@ from typing import Final
 
 from pydantic import BaseModel
 
-from keel.algorithms.losses import describe_entropy
+from keel.algorithms.losses import AdaptiveEntropy, describe_entropy
 from keel.algorithms.presets import PRESETS
 from keel.algorithms.render import Explanation
 from keel.algorithms.spec import Algorithm, Preset
@@ -207,8 +207,12 @@ def _terms(algorithm: Algorithm, setting: Setting, sources: Mapping[str, str]) -
             algorithm.value.describe(a, setting),
             algorithm.value.source,
         )
-    if algorithm.entropy > 0:
-        yield term("entropy", "H_n", "Entropy bonus", "exact", describe_entropy(algorithm.entropy))
+    entropy = algorithm.entropy
+    if entropy != 0:
+        kind, paper = "exact", ""
+        if isinstance(entropy, AdaptiveEntropy):
+            kind, paper = "adaptive", "arXiv:2505.22312"
+        yield term("entropy", "H_n", "Entropy bonus", kind, describe_entropy(entropy), paper)
     for one in algorithm.auxiliary:
         yield term("auxiliary", r"\ell", "Auxiliary term", one.kind, one.describe(), one.source)
     for at, c in enumerate(algorithm.corrections):
@@ -261,8 +265,10 @@ def _objective(algorithm: Algorithm, setting: Setting) -> tuple[Equation, ...]:
         parts.append(rf"- {d.symbol} \sum_n w_n \cdot {d.summand}")
     if (t := algorithm.loss_distillation) is not None:
         parts.append(rf"- {t.symbol}\sum_n w_n \cdot T_n")
-    if algorithm.entropy > 0:
-        parts.append(rf"+ {number(algorithm.entropy)} \cdot \frac{{1}}{{N}} \cdot \sum_n H_n")
+    entropy = algorithm.entropy
+    if entropy != 0:
+        figure = r"\eta" if isinstance(entropy, AdaptiveEntropy) else number(entropy)
+        parts.append(rf"+ {figure} \cdot \frac{{1}}{{N}} \cdot \sum_n H_n")
     for one in sorted(algorithm.auxiliary, key=lambda one: one.of == "demonstrations"):
         added, symbol = one.describe().equations
         if one.coefficient and one.of == "demonstrations":
@@ -270,6 +276,7 @@ def _objective(algorithm: Algorithm, setting: Setting) -> tuple[Equation, ...]:
             details.append(symbol)
         parts += [f"+ {added.parts[0]}"] if one.coefficient else []
     lines = [Equation(r"J(\theta)", tuple(parts)), *details]
+    lines += describe_entropy(entropy).equations[1:]
     if d is not None:
         lines += d.in_reward(algorithm)
     if d is not None and d.adaptive is not None:
@@ -371,6 +378,15 @@ def notes(algorithm: Algorithm, setting: Setting) -> tuple[str, ...]:
     overlong = _overlong(setting)
     if overlong:
         found.append(overlong)
+    if setting.length_penalty:
+        found.append(
+            "A penalty of length, more for an easy prompt: the reward less "
+            rf"${number(setting.length_penalty)} \max(p_g, \frac{{1}}{{G}}) "
+            r"\frac{L_i}{\mathrm{mean}_g(L)}$, $p_g$ the share of the group's rewards above 0."
+        )
+    if setting.truncated_factor != 1:
+        factor = number(setting.truncated_factor)
+        found.append(f"The reward of a completion cut at the budget is multiplied by {factor}.")
     if setting.mask_truncated:
         found.append("Completions cut at the budget are left out of the loss.")
     d = algorithm.loss_divergence

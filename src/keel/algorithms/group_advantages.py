@@ -36,7 +36,13 @@ else:
     baselines, group = Lazy("baselines"), Lazy("group")
 
 UNSCALED = UnusedIf(lambda key: key.table.scale == "none", 'scale = "none" divides by nothing')
+_GROUPED = ("reward_S", "groups_S")
 _TIES = "A group whose rewards are all equal gives exactly 0."
+
+
+def _fraction(above: str, below: str, epsilon: float) -> str:
+    plus = f" + {number(epsilon)}" if epsilon > 0 else ""
+    return rf"\frac{{{above}}}{{{below}{plus}}}"
 
 
 class GroupRelative(AdvantageTerm):
@@ -49,15 +55,7 @@ class GroupRelative(AdvantageTerm):
     whiten: bool = False
     source: ClassVar[str] = "arXiv:2402.03300 §4.1.2"
     reads_groups: ClassVar[bool] = True
-
-    def value(self, signals: RewardSignals) -> Tensor:
-        return group.group_relative(
-            signals.reward_S,
-            signals.groups_S,
-            scale=self.scale,
-            epsilon=self.epsilon,
-            ddof=self.ddof,
-        )
+    reads: ClassVar[tuple[str, ...]] = _GROUPED
 
     def describe(self, algorithm: Choices, setting: Setting) -> Description:
         reward = return_symbol(algorithm)
@@ -80,14 +78,13 @@ class GroupRelative(AdvantageTerm):
             rf"\frac{{1}}{{{f'{count} - 1' if self.ddof else count}}} \cdot \sum_{{j\in {where}}}",
             rf"({reward}_j - \mathrm{{mean}}_{where}({reward}))^2",
         )
-        if self.epsilon > 0:
-            below += f" + {number(self.epsilon)}"
         kind = "unbiased one" if self.ddof else "population's, not the unbiased one"
         text = (
             f"{mean}, {spread}; the standard deviation is the {kind}. One number for all tokens "
             f"of a completion. {_TIES}"
         )
-        return Description((equation(A, rf"\frac{{{centred}}}{{{below}}}"), deviation), text)
+        ratio = _fraction(centred, below, self.epsilon)
+        return Description((equation(A, ratio), deviation), text)
 
 
 class LeaveOneOut(AdvantageTerm):
@@ -95,9 +92,7 @@ class LeaveOneOut(AdvantageTerm):
     whiten: bool = False
     source: ClassVar[str] = "arXiv:2402.14740 §2.2"
     reads_groups: ClassVar[bool] = True
-
-    def value(self, signals: RewardSignals) -> Tensor:
-        return group.leave_one_out(signals.reward_S, signals.groups_S)
+    reads: ClassVar[tuple[str, ...]] = _GROUPED
 
     def describe(self, algorithm: Choices, setting: Setting) -> Description:
         reward, size = return_symbol(algorithm), setting.group_size
@@ -117,9 +112,7 @@ class Optimal(AdvantageTerm):
     whiten: bool = False
     source: ClassVar[str] = "arXiv:2505.23585 §3"
     reads_groups: ClassVar[bool] = True
-
-    def value(self, signals: RewardSignals) -> Tensor:
-        return group.optimal(signals.reward_S, signals.groups_S, signals.lengths_S)
+    reads: ClassVar[tuple[str, ...]] = (*_GROUPED, "lengths_S")
 
     def describe(self, algorithm: Choices, setting: Setting) -> Description:
         reward = return_symbol(algorithm)
@@ -178,9 +171,8 @@ class GreedyBaseline(AdvantageTerm):
     whiten: bool = False
     source: ClassVar[str] = "arXiv:2310.10505 §4"
     reads_greedy: ClassVar[bool] = True
-
-    def value(self, signals: RewardSignals) -> Tensor:
-        return baselines.greedy_baseline(signals.reward_S, signals.need("baseline_S"))
+    module: ClassVar[str] = "baselines"
+    reads: ClassVar[tuple[str, ...]] = ("reward_S", "baseline_S")
 
     def describe(self, algorithm: Choices, setting: Setting) -> Description:
         text = (
@@ -198,22 +190,13 @@ class ProcessGroupRelative(AdvantageTerm):
     source: ClassVar[str] = "arXiv:2402.03300 §4.1.3"
     reads_groups: ClassVar[bool] = True
     reads_steps: ClassVar[bool] = True
-
-    def value(self, signals: RewardSignals) -> Tensor:
-        return group.process_group_relative(
-            signals.need("step_reward_K"),
-            signals.need("step_end_K"),
-            signals.need("step_sequence_K"),
-            signals.groups_S,
-            signals.lengths_S,
-            epsilon=self.epsilon,
-        )
+    reads: ClassVar[tuple[str, ...]] = (
+        "step_reward_K", "step_end_K", "step_sequence_K", "groups_S", "lengths_S",
+    )  # fmt: skip
 
     def describe(self, algorithm: Choices, setting: Setting) -> Description:
-        below = r"\mathrm{std}_g(r)"
-        if self.epsilon > 0:
-            below += f" + {number(self.epsilon)}"
-        steps = equation(r"\tilde{r}_k", rf"\frac{{r_k - \mathrm{{mean}}_g(r)}}{{{below}}}")
+        scaled = _fraction(r"r_k - \mathrm{mean}_g(r)", r"\mathrm{std}_g(r)", self.epsilon)
+        steps = equation(r"\tilde{r}_k", scaled)
         total = equation(A, r"\sum_{k: \mathrm{end}(k) \geq n} \tilde{r}_k")
         text = (
             "$r_k$ is the reward of reasoning step $k$; mean and unbiased standard deviation are "
@@ -233,20 +216,18 @@ class MeanRelative(AdvantageTerm):
     source: ClassVar[str] = "arXiv:2602.02710"
     needs_positive: ClassVar[bool] = True
     reads_groups: ClassVar[bool] = True
-
-    def value(self, signals: RewardSignals) -> Tensor:
-        return group.mean_relative(signals.reward_S, signals.groups_S, epsilon=self.epsilon)
+    reads: ClassVar[tuple[str, ...]] = _GROUPED
 
     def describe(self, algorithm: Choices, setting: Setting) -> Description:
         reward = return_symbol(algorithm)
         mean = rf"\mathrm{{mean}}_g({reward})"
-        below = mean if self.epsilon == 0 else f"{mean} + {number(self.epsilon)}"
         text = (
             rf"$\mathrm{{mean}}_g$ is over {over(setting)}: of rewards that are not negative, the "
             "rarer a right answer, the more it weighs, up to the gradient of its log-likelihood. "
             f"{_TIES}"
         )
-        return Description((equation(A, rf"\frac{{{reward}_i - {mean}}}{{{below}}}"),), text)
+        ratio = _fraction(f"{reward}_i - {mean}", mean, self.epsilon)
+        return Description((equation(A, ratio),), text)
 
 
 class BestOfGroup(AdvantageTerm):
@@ -258,19 +239,13 @@ class BestOfGroup(AdvantageTerm):
     whiten: bool = False
     source: ClassVar[str] = "arXiv:2503.19595"
     reads_groups: ClassVar[bool] = True
-
-    def value(self, signals: RewardSignals) -> Tensor:
-        return group.best_of_group(
-            signals.reward_S, signals.groups_S, scale=self.scale, epsilon=self.epsilon
-        )
+    reads: ClassVar[tuple[str, ...]] = _GROUPED
 
     def describe(self, algorithm: Choices, setting: Setting) -> Description:
         reward = return_symbol(algorithm)
         lead = rf"{reward}_{{(1)}} - {reward}_{{(2)}}"
         if self.scale == "std":
-            below = rf"\mathrm{{std}}_g({reward})"
-            below += f" + {number(self.epsilon)}" if self.epsilon > 0 else ""
-            lead = rf"\frac{{{lead}}}{{{below}}}"
+            lead = _fraction(lead, rf"\mathrm{{std}}_g({reward})", self.epsilon)
         formula = rf"{lead} \text{{ if }} i \text{{ is the best of its group}}, \quad 0"
         text = (
             f"The best of {over(setting)} gets its lead over the second best, which is what the "
@@ -286,9 +261,7 @@ class RescaledBaseline(AdvantageTerm):
     whiten: bool = False
     source: ClassVar[str] = "arXiv:2504.02546"
     reads_groups: ClassVar[bool] = True
-
-    def value(self, signals: RewardSignals) -> Tensor:
-        return group.rescaled_baseline(signals.reward_S, signals.groups_S)
+    reads: ClassVar[tuple[str, ...]] = _GROUPED
 
     def describe(self, algorithm: Choices, setting: Setting) -> Description:
         reward = return_symbol(algorithm)
@@ -322,10 +295,8 @@ class SeparatelyNormalised(AdvantageTerm):
         )
 
     def describe(self, algorithm: Choices, setting: Setting) -> Description:
-        below = r"\mathrm{std}_g(R_k)"
-        if self.epsilon > 0:
-            below += f" + {number(self.epsilon)}"
-        part = rf"\frac{{R_{{k,i}} - \mathrm{{mean}}_g(R_k)}}{{{below}}}"
+        centred = r"R_{k,i} - \mathrm{mean}_g(R_k)"
+        part = _fraction(centred, r"\mathrm{std}_g(R_k)", self.epsilon)
         text = (
             "$R_k$ is the reward of function $k$ and $w_k$ its weight; mean and unbiased standard "
             f"deviation are over {over(setting)}. Added as they are, rewards of a large spread "
@@ -346,26 +317,17 @@ class OptimalToken(AdvantageTerm):
     reads_groups: ClassVar[bool] = True
     reads_squares: ClassVar[bool] = True
     places_steps: ClassVar[bool] = True
+    module: ClassVar[str] = "baselines"
+    reads: ClassVar[tuple[str, ...]] = (
+        "reward_N", "old_log_prob_N", "old_squares_N", "groups_S", "lengths_S",
+    )  # fmt: skip
 
     def varies(self, algorithm: Choices) -> bool:
         return True
 
-    def value(self, signals: RewardSignals) -> Tensor:
-        return baselines.optimal_token(
-            signals.reward_N,
-            signals.need("old_log_prob_N").to(signals.reward_N),
-            signals.need("old_squares_N").to(signals.reward_N),
-            signals.groups_S,
-            signals.lengths_S,
-            zero_tail=self.zero_tail,
-            epsilon=self.epsilon,
-        )
-
     def describe(self, algorithm: Choices, setting: Setting) -> Description:
-        below = r"\sum_{j\in g} W_{j,t}"
-        if self.epsilon > 0:
-            below += f" + {number(self.epsilon)}"
-        mean = rf"\frac{{\sum_{{j\in g}} G_{{j,t}} W_{{j,t}}}}{{{below}}}"
+        total = r"\sum_{j\in g} G_{j,t} W_{j,t}"
+        mean = _fraction(total, r"\sum_{j\in g} W_{j,t}", self.epsilon)
         energy = r"\sum_{m\leq n} (1 - 2 \pi_m + \sum_v \pi(v)^2)"
         text = (
             f"$G_n$ is the return to go; the baseline of place $t$ weighs {over(setting)} by the "

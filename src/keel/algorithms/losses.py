@@ -466,9 +466,30 @@ class ValueLoss(FrozenModel):
         return Description((loss, returns), text)
 
 
-def describe_entropy(coefficient: float) -> Description:
-    """The entropy bonus, whose only parameter is its coefficient."""
+class AdaptiveEntropy(FrozenModel):
+    """A coefficient of the entropy bonus that follows a target entropy, in nats per token."""
+
+    coefficient: Coefficient = 0.0
+    """At first."""
+    target: Positive = 0.2
+    delta: Coefficient = 0.005
+    maximum: Coefficient = 1.0
+
+
+def describe_entropy(bonus: float | AdaptiveEntropy) -> Description:
+    """The entropy bonus: a coefficient, or the rule that moves it."""
+    entropy = equation("H_n", r"- \sum_v \pi(v) \log \pi(v)")
+    text = "Over the whole vocabulary, exact; coefficient"
+    if not isinstance(bonus, AdaptiveEntropy):
+        return Description((entropy,), f"{text} {number(bonus)}, a token mean.")
+    target, delta, most = (number(x) for x in (bonus.target, bonus.delta, bonus.maximum))
+    low = rf"\mathrm{{mean}}(H) \leq {target}"
+    up = rf"\min(c + {delta}, {most}) \text{{ if }} {low},"
+    down = rf"\quad \max(c - {delta}, 0) \text{{ otherwise}}"
+    start = equation("c", number(bonus.coefficient), r"\text{ at first}")
+    rule = equation("c", up, down, relation=r"\leftarrow")
     return Description(
-        (equation("H_n", r"- \sum_v \pi(v) \log \pi(v)"),),
-        f"Over the whole vocabulary, exact; coefficient {number(coefficient)}, a token mean.",
+        (entropy, equation(r"\eta", f"c [{low}]"), start, rule),
+        rf"{text} $\eta$, a token mean. The mean is over the tokens of the optimizer step before; "
+        "the first one has the bonus.",
     )

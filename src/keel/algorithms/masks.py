@@ -5,7 +5,7 @@ An algorithm has a list of them, and a token that one leaves out adds nothing to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -17,7 +17,6 @@ from keel.algorithms.terms import (
     Coefficient,
     Description,
     EntryPoint,
-    Lazy,
     Positive,
     Share,
     TermChoice,
@@ -30,23 +29,26 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from keel.algorithms.signals import LossSignals
-    from keel.objective import masks
-else:
-    masks = Lazy("masks")
 
+COVARIANCE = equation(r"\mathrm{cov}_n", r"(A_n - \mathrm{mean}(A)) (\ell_n - \mathrm{mean}(\ell))")
+_MOVED = (
+    "A token that has moved past its bound, towards where $A_n$ pushes it, has no gradient; a rare "
+    "token may move by a large ratio."
+)
 _BATCH = "Of the whole optimizer batch, on all ranks, under the weights before its update."
 
 
 class MaskTerm(TermChoice):
     """A mask; the defaults are those of one that reads the whole optimizer batch."""
 
+    module: ClassVar[str] = "masks"
     whole_batch: ClassVar[bool] = True
     """Whether it reads other sequences than the token's own."""
     reads_entropy: ClassVar[bool] = False
 
     def value(self, signals: LossSignals) -> Tensor:
         """Whether each token is kept."""
-        raise NotImplementedError
+        return self.computed(signals)
 
     def describe(self) -> Description:
         """The equation of what is kept."""
@@ -64,9 +66,7 @@ class TopEntropy(MaskTerm):
     share: Share = 0.2
     source: ClassVar[str] = "arXiv:2506.01939"
     reads_entropy: ClassVar[bool] = True
-
-    def value(self, signals: LossSignals) -> Tensor:
-        return masks.top_entropy(signals.need("entropy_N"), share=self.share)
+    reads: ClassVar[tuple[str, ...]] = ("entropy_N",)
 
     def describe(self) -> Description:
         right = rf"[H_n \geq \mathrm{{quantile}}_{{1 - {number(self.share)}}}(H)]"
@@ -81,15 +81,9 @@ class OffPolicySequences(MaskTerm):
     bound: Coefficient = 0.1
     source: ClassVar[str] = "arXiv:2512.02556"
     whole_batch: ClassVar[bool] = False
-
-    def value(self, signals: LossSignals) -> Tensor:
-        return masks.off_policy(
-            signals.log_prob_N,
-            signals.need("engine_log_prob_N"),
-            signals.advantage_N,
-            signals.lengths_S,
-            bound=self.bound,
-        )
+    reads: ClassVar[tuple[str, ...]] = (
+        "log_prob_N", "engine_log_prob_N", "advantage_N", "lengths_S",
+    )  # fmt: skip
 
     def describe(self) -> Description:
         gap = (
@@ -111,9 +105,7 @@ class TotalVariation(MaskTerm):
     high: Annotated[Unit, SINGLE_UPDATE] = 0.15
     source: ClassVar[str] = "arXiv:2602.04879"
     whole_batch: ClassVar[bool] = False
-
-    def value(self, signals: LossSignals) -> Tensor:
-        return _moved(masks.total_variation, signals, self.low, self.high)
+    reads: ClassVar[tuple[str, ...]] = ("log_prob_N", "old_log_prob_N", "advantage_N")
 
     def describe(self) -> Description:
         moved = r"\pi_n - \pi_{\mathrm{old},n}"
@@ -132,9 +124,7 @@ class BinaryKL(MaskTerm):
     high: Annotated[Coefficient, SINGLE_UPDATE] = 0.05
     source: ClassVar[str] = "arXiv:2602.04879"
     whole_batch: ClassVar[bool] = False
-
-    def value(self, signals: LossSignals) -> Tensor:
-        return _moved(masks.binary_kl, signals, self.low, self.high)
+    reads: ClassVar[tuple[str, ...]] = TotalVariation.reads
 
     def describe(self) -> Description:
         inside = (
@@ -151,29 +141,13 @@ class BinaryKL(MaskTerm):
         return Description((equation("m_n", inside), equation(r"\mathrm{KL}_n", *parts)), _MOVED)
 
 
-_MOVED = (
-    "A token that has moved past its bound, towards where $A_n$ pushes it, has no gradient; a rare "
-    "token may move by a large ratio."
-)
-
-
-def _moved(
-    function: Callable[..., Tensor], signals: LossSignals, low: float, high: float
-) -> Tensor:
-    return function(
-        signals.log_prob_N, signals.old_log_prob_N, signals.advantage_N, low=low, high=high
-    )
-
-
 class SecondMoment(MaskTerm):
     """M2PO: leaves out the largest log-ratios until their mean square is within the bound."""
 
     kind: Literal["second_moment"] = "second_moment"
     bound: Annotated[Positive, SINGLE_UPDATE] = 0.04
     source: ClassVar[str] = "arXiv:2510.01161"
-
-    def value(self, signals: LossSignals) -> Tensor:
-        return masks.second_moment(signals.log_prob_N, signals.old_log_prob_N, bound=self.bound)
+    reads: ClassVar[tuple[str, ...]] = ("log_prob_N", "old_log_prob_N")
 
     def describe(self) -> Description:
         mean = r"\frac{\sum_n m_n d_n^2}{\sum_n m_n}"
@@ -192,30 +166,16 @@ class ClipCov(MaskTerm):
     floor: Coefficient = 1.0
     cap: Positive = 5.0
     source: ClassVar[str] = "arXiv:2505.22617"
-
-    def value(self, signals: LossSignals) -> Tensor:
-        ratio_N, (low, high) = signals.log_ratio_N.detach().exp(), signals.edges
-        advantage_N = signals.advantage_N
-        clipped_N = ((ratio_N < low) & (advantage_N < 0)) | ((ratio_N > high) & (advantage_N > 0))
-        return masks.clip_covariance(
-            signals.log_prob_N,
-            advantage_N,
-            clipped_N,
-            share=self.share,
-            floor=self.floor,
-            cap=self.cap,
-            seed=signals.seed,
-        )
+    reads: ClassVar[tuple[str, ...]] = ("log_prob_N", "advantage_N", "clipped_N", "seed")
 
     def describe(self) -> Description:
         floor, cap = number(self.floor), number(self.cap)
-        covariance = r"(A_n - \mathrm{mean}(A)) (\ell_n - \mathrm{mean}(\ell))"
         text = (
             rf"Of the tokens with ${floor} < \mathrm{{cov}}_n < {cap}$ that no clip has, a random "
             f"{number(self.share)} of all tokens (at least one) is left out: those that lower the "
             f"entropy most. {_BATCH}"
         )
-        return Description((equation(r"\mathrm{cov}_n", covariance),), text)
+        return Description((COVARIANCE,), text)
 
 
 class CustomMask(MaskTerm):

@@ -101,3 +101,15 @@ class LossSignals(Signals):
     prepared_N: Float[Tensor, " N *K"] | None = None
     edges: tuple[float, float] = (0.0, math.inf)
     seed: int = 0
+
+    @property
+    def clipped(self) -> tuple[Tensor, Tensor]:
+        """Which tokens are below the edges, and which above, towards where the advantage pushes
+        them."""
+        ratio_N, (low, high) = self.log_ratio_N.detach().exp(), self.edges
+        return (ratio_N < low) & (self.advantage_N < 0), (ratio_N > high) & (self.advantage_N > 0)
+
+    @property
+    def clipped_N(self) -> Tensor:
+        """Which tokens are clipped on either side."""
+        return self.clipped[0] | self.clipped[1]

@@ -18,7 +18,13 @@ from keel.algorithms import group_advantages, turn_advantages, weighted  # noqa:
 from keel.algorithms.advantages import AdvantageTerm
 from keel.algorithms.auxiliary import AuxiliaryTerm, DemonstrationNLL
 from keel.algorithms.corrections import CorrectionTerm
-from keel.algorithms.losses import AdvantageDistillation, Divergence, LossDistillation, ValueLoss
+from keel.algorithms.losses import (
+    AdaptiveEntropy,
+    AdvantageDistillation,
+    Divergence,
+    LossDistillation,
+    ValueLoss,
+)
 from keel.algorithms.masks import MaskTerm
 from keel.algorithms.ratios import RATIOS, Ratio, RatioKind, Weights
 from keel.algorithms.surrogates import SurrogateTerm
@@ -28,6 +34,7 @@ from keel.algorithms.terms import (
     Coefficient,
     FrozenModel,
     UnusedIf,
+    number_or,
     one_of,
 )
 
@@ -49,12 +56,14 @@ if TYPE_CHECKING:
     Mask = MaskTerm
     Correction = CorrectionTerm
     Auxiliary = AuxiliaryTerm
+    Bonus = float | AdaptiveEntropy
 else:
     Advantage = one_of(AdvantageTerm)
     Surrogate = one_of(SurrogateTerm)
     Mask = one_of(MaskTerm)
     Correction = one_of(CorrectionTerm)
     Auxiliary = one_of(AuxiliaryTerm)
+    Bonus = number_or(Coefficient, AdaptiveEntropy)
 
 
 def _truncating(corrections: Any) -> Any:
@@ -89,7 +98,7 @@ class Algorithm(FrozenModel):
         | None
     ) = None
     value: ValueLoss | None = None
-    entropy: Coefficient = 0.0
+    entropy: Bonus = 0.0
     masks: Annotated[tuple[Mask, ...], AsTuple] = ()
     corrections: Annotated[tuple[Correction, ...], BeforeValidator(_truncating), AsTuple] = ()
     auxiliary: Annotated[tuple[Auxiliary, ...], AsTuple] = ()
@@ -99,6 +108,12 @@ class Algorithm(FrozenModel):
         for reason in contradictions(self):
             raise ValueError(reason)
         return self
+
+    @property
+    def bonus(self) -> float:
+        """The coefficient of the entropy bonus, of an adaptive one the first."""
+        entropy = self.entropy
+        return entropy.coefficient if isinstance(entropy, AdaptiveEntropy) else entropy
 
     @property
     def ratio_kind(self) -> RatioKind:

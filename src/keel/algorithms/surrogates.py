@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from keel.algorithms.masks import COVARIANCE
 from keel.algorithms.symbols import number, offset, quote
 from keel.algorithms.terms import (
     Choices,
@@ -48,9 +49,9 @@ class SurrogateTerm(TermChoice):
     """Whether it keeps the ratio near 1, by a clip or a gate."""
 
     module: ClassVar[str] = "surrogates"
-    """Of `keel.objective`: it has the function under the name of the kind."""
-    reads: ClassVar[tuple[str, ...]] = ()
-    """The signals that its function takes besides log-ratios, advantages and lengths."""
+    reads: ClassVar[tuple[str, ...]] = ("log_ratio_N", "advantage_N", "lengths_S")
+    token_ratio: ClassVar[bool] = False
+    """Whether it makes more of the ratio of each token itself, and takes no other."""
     reads_advantage: ClassVar[bool] = True
     """Whether it is 0, without a gradient, where the advantage is 0."""
     whole_batch: ClassVar[bool] = False
@@ -65,20 +66,12 @@ class SurrogateTerm(TermChoice):
     """Whether its parameters matter where the ratio is 1."""
 
     def value(self, signals: LossSignals) -> Tensor:
-        """s_n, of shape (N,): the options of the function are the fields."""
-        function = getattr(Lazy(self.module), self.kind)
-        more = {name: signals.need(name) for name in self.reads}
-        found: Tensor = function(
-            signals.log_ratio_N, signals.advantage_N, signals.lengths_S, **more, **self._options()
-        )
-        return found
+        """s_n, of shape (N,)."""
+        return self.computed(signals)
 
     def prepare(self, signals: LossSignals) -> Tensor:
         """What `value` reads of the whole optimizer batch, (N,) or (N, K), as `prepared_N`."""
         raise NotImplementedError
-
-    def _options(self) -> dict[str, Any]:
-        return self.model_dump(exclude={"kind"})
 
     def describe(self) -> Description:
         """First the equation of s, then those of symbols that only s has."""
@@ -91,7 +84,11 @@ class SurrogateTerm(TermChoice):
 
     def refusals(self, algorithm: Choices) -> Iterator[str]:
         """Why it does not go with the algorithm's other choices."""
-        yield from ()
+        if self.token_ratio and algorithm.ratio != "token":
+            yield (
+                f'surrogate "{self.kind}" reads the ratio of each token: set ratio = "token", not '
+                f'"{algorithm.ratio}"'
+            )
 
 
 class Unclipped(SurrogateTerm):
@@ -214,6 +211,7 @@ class Fipo(SurrogateTerm):
     source: ClassVar[str] = "arXiv:2603.19835"
     reads_sequence: ClassVar[bool] = True
     bounds_ratio: ClassVar[bool] = True
+    token_ratio: ClassVar[bool] = True
 
     @property
     def edges(self) -> tuple[float, float]:
@@ -235,9 +233,6 @@ class Fipo(SurrogateTerm):
             ),
             text,
         )
-
-    def refusals(self, algorithm: Choices) -> Iterator[str]:
-        return token_ratios(self, algorithm)
 
 
 class Kimi(SurrogateTerm):
@@ -265,9 +260,10 @@ class KLCov(SurrogateTerm):
     share: Share = 2e-3
     coefficient: Coefficient = 1.0
     source: ClassVar[str] = "arXiv:2505.22617"
-    reads: ClassVar[tuple[str, ...]] = ("prepared_N",)
+    reads: ClassVar[tuple[str, ...]] = (*SurrogateTerm.reads, "prepared_N")
     reads_advantage: ClassVar[bool] = False
     whole_batch: ClassVar[bool] = True
+    token_ratio: ClassVar[bool] = True
 
     def prepare(self, signals: LossSignals) -> Tensor:
         cov_N = masks.covariance(signals.log_prob_N, signals.advantage_N)
@@ -278,25 +274,13 @@ class KLCov(SurrogateTerm):
 
     def describe(self) -> Description:
         penalty = rf"- {number(self.coefficient)} \cdot \kappa_n \, \mathrm{{abs}}(\log \rho_n)"
-        covariance = r"(A_n - \mathrm{mean}(A)) (\ell_n - \mathrm{mean}(\ell))"
+        highest = rf"[\mathrm{{cov}}_n \text{{ among the highest }} {number(self.share)}]"
         text = (
             "Of all tokens of the optimizer batch, and at least one: those that lower the entropy "
             "most are held near the sampling policy."
         )
-        return Description(
-            (
-                equation("s", r"\rho_n A_n", penalty),
-                equation(
-                    r"\kappa_n",
-                    rf"[\mathrm{{cov}}_n \text{{ among the highest }} {number(self.share)}]",
-                ),
-                equation(r"\mathrm{cov}_n", covariance),
-            ),
-            text,
-        )
-
-    def refusals(self, algorithm: Choices) -> Iterator[str]:
-        return token_ratios(self, algorithm)
+        shown = equation("s", r"\rho_n A_n", penalty), equation(r"\kappa_n", highest), COVARIANCE
+        return Description(shown, text)
 
 
 class Real(SurrogateTerm):
@@ -311,9 +295,10 @@ class Real(SurrogateTerm):
     reads_groups: ClassVar[bool] = True
     reads_outcome: ClassVar[bool] = True
     acts_on_policy: ClassVar[bool] = True
-    reads: ClassVar[tuple[str, ...]] = ("prepared_N",)
+    reads: ClassVar[tuple[str, ...]] = (*SurrogateTerm.reads, "prepared_N")
     reads_advantage: ClassVar[bool] = False
     whole_batch: ClassVar[bool] = True
+    token_ratio: ClassVar[bool] = True
 
     def prepare(self, signals: LossSignals) -> Tensor:
         lengths_S = signals.lengths_S
@@ -349,9 +334,6 @@ class Real(SurrogateTerm):
             text,
         )
 
-    def refusals(self, algorithm: Choices) -> Iterator[str]:
-        return token_ratios(self, algorithm)
-
 
 class CustomSurrogate(SurrogateTerm):
     """The user's own: what it names of `LossSignals`, it gets, and its options; it gives one number
@@ -371,12 +353,3 @@ class CustomSurrogate(SurrogateTerm):
             f"names of the batch, one number a token.{given}"
         )
         return Description((equation("s", formula),), text)
-
-
-def token_ratios(term: SurrogateTerm, algorithm: Choices) -> Iterator[str]:
-    """Refuses another ratio than that of tokens, which the surrogate itself makes more of."""
-    if algorithm.ratio != "token":
-        yield (
-            f'surrogate "{term.kind}" reads the ratio of each token: set ratio = "token", not '
-            f'"{algorithm.ratio}"'
-        )

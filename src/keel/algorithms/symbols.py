@@ -13,7 +13,7 @@ from decimal import Decimal
 from typing import Final
 
 _COMMANDS: Final = {
-    "alpha": "α", "beta": "β", "gamma": "γ", "delta": "δ", "epsilon": "ε", "theta": "θ",
+    "alpha": "α", "beta": "β", "gamma": "γ", "delta": "δ", "epsilon": "ε", "eta": "η", "theta": "θ",
     "lambda": "λ", "mu": "μ", "pi": "π", "rho": "ρ", "sigma": "σ", "tau": "τ", "phi": "φ",
     "ell": "ℓ", "nabla": "∇", "sum": "Σ", "cdot": "·", "times": "×", "pm": "±", "geq": "≥",
     "leq": "≤", "neq": "≠", "in": "∈", "leftarrow": "←", "Vert": "‖", "quad": "\0", "omega": "ω",

@@ -11,11 +11,24 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, Protocol, Union, get_args
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, Union, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    model_validator,
+)
 
 from keel.algorithms.symbols import function, prose_to_unicode, quote, to_unicode
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from keel.algorithms.signals import Signals
 
 CHOICE = "Keel's choice"
 """Marks in a source what no paper fixes."""
@@ -105,11 +118,28 @@ EntryPoint = Annotated[str, Field(pattern=r"^[^:]+:[\w.]+$")]
 
 
 class TermChoice(FrozenModel):
-    """A term that the recipe chooses by `kind`; each subclass is one kind."""
+    """A term that the recipe chooses by `kind`; each subclass is one kind.
+
+    A function of `keel.objective` under the name of the kind computes it, unless it does so itself;
+    the fields are the options of that function.
+    """
 
     kind: str
     source: ClassVar[str] = ""
     """The paper, and the equation in it."""
+    module: ClassVar[str] = ""
+    """Of `keel.objective`, with the function."""
+    reads: ClassVar[tuple[str, ...]] = ()
+    """The signals that the function takes."""
+
+    def computed(self, signals: Signals) -> Tensor:
+        """What the function gives."""
+        given = {name: signals.need(name) for name in self.reads}
+        found: Tensor = getattr(Lazy(self.module), self.kind)(**given, **self._options())
+        return found
+
+    def _options(self) -> dict[str, Any]:
+        return self.model_dump(exclude={"kind", "whiten"})
 
 
 class RewardDivergence(Protocol):
@@ -153,6 +183,12 @@ AsTuple = BeforeValidator(_as_tuple)
 def one_of(base: type[TermChoice]) -> Any:
     """The annotation of a field that takes any kind of term that is defined below `base`."""
     return Annotated[Union[tuple(base.__subclasses__())], Field(discriminator="kind")]
+
+
+def number_or(number: Any, table: type[FrozenModel]) -> Any:
+    """The annotation of a field that takes a number or a table; the tags are in no message."""
+    tag = Discriminator(lambda x: "$table" if isinstance(x, dict | BaseModel) else "$number")
+    return Annotated[Annotated[number, Tag("$number")] | Annotated[table, Tag("$table")], tag]
 
 
 class Lazy:
@@ -199,6 +235,8 @@ class Setting:
     dynamic_sampling: bool = False
     overlong_buffer: int = 0
     overlong_share: float = 0.0
+    length_penalty: float = 0.0
+    truncated_factor: float = 1.0
     mask_truncated: bool = False
     old_log_probs: Literal["trainer", "engine"] = "trainer"
     reference_reset_every: int | None = None

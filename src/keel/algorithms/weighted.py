@@ -7,9 +7,11 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from keel.algorithms.surrogates import SurrogateTerm, token_ratios
+from keel.algorithms.surrogates import SurrogateTerm
 from keel.algorithms.symbols import number
 from keel.algorithms.terms import Choices, Coefficient, Description, Positive, equation
+
+_READS = (*SurrogateTerm.reads, "log_prob_N")
 
 
 class LogProb(SurrogateTerm):
@@ -36,7 +38,7 @@ class Cispo(SurrogateTerm):
     source: ClassVar[str] = "arXiv:2506.13585 eq. 4-5"
     bounds_ratio: ClassVar[bool] = True
     module: ClassVar[str] = "weighted"
-    reads: ClassVar[tuple[str, ...]] = ("log_prob_N",)
+    reads: ClassVar[tuple[str, ...]] = _READS
 
     @property
     def edges(self) -> tuple[float, float]:
@@ -76,8 +78,9 @@ class Vespo(SurrogateTerm):
     source: ClassVar[str] = "arXiv:2602.10693"
     reads_sequence: ClassVar[bool] = True
     bounds_ratio: ClassVar[bool] = True
+    token_ratio: ClassVar[bool] = True
     module: ClassVar[str] = "weighted"
-    reads: ClassVar[tuple[str, ...]] = ("log_prob_N",)
+    reads: ClassVar[tuple[str, ...]] = _READS
 
     def describe(self) -> Description:
         positive = rf"({number(self.power_positive)}, {number(self.rate_positive)})"
@@ -94,9 +97,6 @@ class Vespo(SurrogateTerm):
             "further it has moved, without an edge.",
         )
 
-    def refusals(self, algorithm: Choices) -> Iterator[str]:
-        return token_ratios(self, algorithm)
-
 
 class Topr(SurrogateTerm):
     """REINFORCE of the right answers, and of the wrong ones as far as the policy gives them."""
@@ -109,7 +109,8 @@ class Topr(SurrogateTerm):
     reads_outcome: ClassVar[bool] = True
     bounds_ratio: ClassVar[bool] = True
     module: ClassVar[str] = "weighted"
-    reads: ClassVar[tuple[str, ...]] = ("log_prob_N", "outcome_S")
+    token_ratio: ClassVar[bool] = True
+    reads: ClassVar[tuple[str, ...]] = (*_READS, "outcome_S")
 
     def describe(self) -> Description:
         right = rf"1 \text{{ if }} R_i > {number(self.threshold)}"
@@ -123,9 +124,6 @@ class Topr(SurrogateTerm):
             "policy would still give them.",
         )
 
-    def refusals(self, algorithm: Choices) -> Iterator[str]:
-        return token_ratios(self, algorithm)
-
 
 class Dro(SurrogateTerm):
     """REINFORCE with a quadratic penalty on the log-ratio."""
@@ -135,13 +133,11 @@ class Dro(SurrogateTerm):
     source: ClassVar[str] = "arXiv:2405.19107"
     bounds_ratio: ClassVar[bool] = True
     module: ClassVar[str] = "weighted"
-    reads: ClassVar[tuple[str, ...]] = ("log_prob_N",)
+    reads: ClassVar[tuple[str, ...]] = _READS
     reads_advantage: ClassVar[bool] = False
+    token_ratio: ClassVar[bool] = True
 
     def describe(self) -> Description:
         penalty = rf"- \frac{{1}}{{2}} \cdot {number(self.beta)} (\log \rho_n)^2"
         text = "The penalty holds the policy near the one that sampled, on both sides."
         return Description((equation("s", r"A_n \ell_n", penalty),), text)
-
-    def refusals(self, algorithm: Choices) -> Iterator[str]:
-        return token_ratios(self, algorithm)

@@ -174,6 +174,8 @@ def _walk(
         if pending and isinstance(part, str) and _tagged(pending, part):
             model, pending = _tagged(pending, part), []
             continue
+        if isinstance(part, str) and part.startswith("$"):  # of `number_or`
+            continue
         if isinstance(part, int):
             shown.append(str(part))
             continue

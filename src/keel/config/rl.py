@@ -193,10 +193,16 @@ class RolloutStage(StageConfig):
     @model_validator(mode="after")
     def _rewards_are_read(self) -> RolloutStage:
         advantage = self.algorithm.advantage
-        if self.algorithm.needs_positive and self.rollout.overlong_buffer:
+        for key in ("overlong_buffer", "length_penalty") if self.algorithm.needs_positive else ():
+            if getattr(self.rollout, key):
+                raise ValueError(
+                    f'advantage "{advantage.kind}" divides by the mean reward, which a length '
+                    f"penalty makes negative: set rollout.{key} = 0"
+                )
+        if advantage.reads_components and self.rollout.truncated_factor != 1:
             raise ValueError(
-                f'advantage "{advantage.kind}" divides by the mean reward, which a length penalty '
-                "makes negative: set rollout.overlong_buffer = 0"
+                f'advantage "{advantage.kind}" reads each reward as its function gives it: '
+                "rollout.truncated_factor would be lost, leave it out"
             )
         for at, source in enumerate(self.rewards.functions if advantage.reads_components else ()):
             for key, unset in (("clip", None), ("normalise", "none"), ("gate_below", None)):
@@ -373,6 +379,8 @@ class RolloutStage(StageConfig):
             temperature=rollout.temperature,
             dynamic_sampling=rollout.dynamic_sampling,
             overlong_buffer=rollout.overlong_buffer,
+            length_penalty=rollout.length_penalty,
+            truncated_factor=rollout.truncated_factor,
             mask_truncated=rollout.mask_truncated,
             old_log_probs=rollout.old_log_probs,
             reference_reset_every=self.reference.reset_every,

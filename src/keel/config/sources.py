@@ -8,7 +8,15 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from keel.algorithms.spec import Algorithm
-from keel.algorithms.terms import AsTuple, FrozenModel, KeyUse, Positive, Unit, UnusedIf
+from keel.algorithms.terms import (
+    AsTuple,
+    Coefficient,
+    FrozenModel,
+    KeyUse,
+    Positive,
+    Unit,
+    UnusedIf,
+)
 from keel.config.fields import (
     SEPARATE_VALIDATION,
     Answers,
@@ -290,6 +298,9 @@ _NO_REWARD = UnusedIf(
     lambda key: not key.stage.algorithm.needs_reward,
     'advantage "{key.stage.algorithm.advantage.kind}" reads no reward',
 )
+_NO_GROUP = UnusedIf(
+    lambda key: key.table.group_size == 1, "a single completion is as long as its group's mean"
+)
 _MANY_TURNS = UnusedIf(
     lambda key: key.table.max_turns > 1, "with several turns rewards are called after sampling"
 )
@@ -382,6 +393,12 @@ class Rollout(FrozenModel):
     overlong_buffer: Annotated[Index, _NO_REWARD] = 0
     """Length of the soft length penalty at the end of the budget, in tokens (DAPO); the preset's
     unless set."""
+    truncated_factor: Annotated[Unit, _NO_REWARD] = 1.0
+    """What the reward of a completion that reaches `max_tokens` is multiplied by, before
+    penalties of length ("stop properly", ProRL)."""
+    length_penalty: Annotated[Coefficient, _NO_REWARD, _NO_GROUP] = 0.0
+    """Weight β of a penalty of length, β max(p, 1/G) L / mean(L): p is the share of the group's G
+    rewards above 0, mean(L) the group's mean length (ALP)."""
     old_log_probs: Literal["trainer", "engine"] = "trainer"
     """Who computes log π_old."""
     engine: str = "native"

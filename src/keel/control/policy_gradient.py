@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
@@ -32,7 +32,15 @@ from keel.control.learner import (
 from keel.control.networks import Actor, Moments, build_actor, perceptron
 from keel.learn.advantages import advantages, penalties, returns
 from keel.learn.batch import Estimates, TrainBatch
-from keel.learn.loss import adapted_beta, loss, prepare, value_metrics, whole_batch
+from keel.learn.loss import (
+    adapted_beta,
+    adapted_bonus,
+    loss,
+    prepare,
+    value_metrics,
+    whole_batch,
+    with_bonus,
+)
 from keel.learn.optimizer import stop_unless_finite
 from keel.models.head import Scores
 from keel.objective import divergences, gae, segments
@@ -63,6 +71,7 @@ class PolicyGradient(ControlLearner[PolicyGradientStage]):
         self.open_returns: dict[int, float] = {}
         """The discounted return so far of each episode that continues in the next iteration."""
         self.beta = 0.0 if algorithm.divergence is None else algorithm.divergence.beta
+        self.bonus: Sequence[float] = ()
 
     def iterate(self, number: int) -> dict[str, float]:
         rng = np.random.default_rng(derive(self.seed, "actions", number))
@@ -186,7 +195,7 @@ class PolicyGradient(ControlLearner[PolicyGradientStage]):
         algorithm, scores = self.stage.algorithm, self.scores(part.actions)
         if algorithm.whole_batch:
             part = whole_batch(algorithm, part, scores.log_prob_N.detach(), scores.entropy_N)
-        made = loss(algorithm, part, scores, self.beta)
+        made = loss(with_bonus(algorithm, self.bonus), part, scores, self.beta)
         metrics = dict(
             zip(made.metrics, torch.stack(list(made.metrics.values())).tolist(), strict=True)
         )
@@ -197,6 +206,7 @@ class PolicyGradient(ControlLearner[PolicyGradientStage]):
         self.trained.backward(made.total)
         metrics["grad_norm"] = self.optimizer.step(rate)
         stop_unless_finite(metrics)
+        self.bonus = adapted_bonus(algorithm, self.bonus, metrics["entropy"])
         return metrics
 
     @torch.no_grad()
@@ -231,6 +241,7 @@ class PolicyGradient(ControlLearner[PolicyGradientStage]):
         return {
             **super().facts(),
             "beta": self.beta,
+            "bonus": list(self.bonus),
             **{name: moments.running.count for name, moments in self._moments().items()},
             "open_returns": [[n, value] for n, value in self.open_returns.items()],
         }
@@ -243,7 +254,7 @@ class PolicyGradient(ControlLearner[PolicyGradientStage]):
             moments.running.mean = tensors[f"{name}/mean"].numpy()
             moments.running.var = tensors[f"{name}/variance"].numpy()
             moments.running.count = facts[name]
-        self.beta = facts["beta"]
+        self.beta, self.bonus = facts["beta"], tuple(facts["bonus"])
         self.open_returns = {int(n): float(value) for n, value in facts["open_returns"]}
 
     def _moments(self) -> dict[str, Moments]:

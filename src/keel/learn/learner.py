@@ -439,7 +439,7 @@ def by_gradient(
     A sequence whose advantages are all 0 has none, unless the loss has another term than the
     surrogate. At least one sequence is among the first, so that each parameter has a gradient.
     """
-    other_terms = algorithm.value is not None or algorithm.entropy > 0
+    other_terms = algorithm.value is not None or algorithm.bonus > 0
     other_terms |= algorithm.loss_divergence is not None and beta != 0
     other_terms |= algorithm.loss_distillation is not None
     other_terms |= any(term.coefficient for term in algorithm.auxiliary)

@@ -21,7 +21,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from keel.algorithms.corrections import CustomCorrection
-from keel.algorithms.losses import Adaptive
+from keel.algorithms.losses import Adaptive, AdaptiveEntropy
 from keel.algorithms.masks import CustomMask, MaskTerm
 from keel.algorithms.signals import LossSignals, Signals
 from keel.algorithms.spec import Algorithm
@@ -232,6 +232,33 @@ def adapted_beta(rule: Adaptive, beta: float, kl: float, sequences: int) -> floa
     return divergences.adapt_ppo(beta, kl=kl, target=rule.target)
 
 
+def with_bonus(algorithm: Algorithm, now: Sequence[float]) -> Algorithm:
+    """The algorithm with the coefficient of an adaptive entropy bonus as a number.
+
+    `now` is what `adapted_bonus` made of the update before: the coefficient, and the entropy.
+    """
+    rule = algorithm.entropy
+    if not isinstance(rule, AdaptiveEntropy):
+        return algorithm
+    coefficient, entropy = now or (rule.coefficient, rule.target)
+    return algorithm.model_copy(update={"entropy": coefficient if entropy <= rule.target else 0.0})
+
+
+def adapted_bonus(algorithm: Algorithm, now: Sequence[float], entropy: float) -> Sequence[float]:
+    """The same after an update of this entropy; nothing of a bonus that is not adaptive."""
+    rule = algorithm.entropy
+    if not isinstance(rule, AdaptiveEntropy):
+        return ()
+    coefficient = divergences.adapt_entropy(
+        now[0] if now else rule.coefficient,
+        entropy,
+        target=rule.target,
+        delta=rule.delta,
+        maximum=rule.maximum,
+    )
+    return coefficient, entropy
+
+
 @torch.no_grad()
 def value_metrics(actions: Actions, estimates: Estimates) -> dict[str, float]:
     """The values before the update against the returns; nothing without a value model."""
@@ -270,7 +297,7 @@ def loss(algorithm: Algorithm, batch: TrainBatch[Any], scores: Scores, beta: flo
     log_prob_N = scores.log_prob_N
     weight_N = batch.weight_N.to(log_prob_N)
     signals = _signals(algorithm, batch, log_prob_N, scores.entropy_N)
-    log_ratio_N, old_N = signals.log_ratio_N, signals.need("old_log_prob_N")
+    log_ratio_N, old_N = signals.log_ratio_N, signals.old_log_prob_N
     choice = algorithm.surrogate
     if isinstance(choice, CustomSurrogate):
         surrogate_N = _per_token(SURROGATE, choice, signals.named(), signals.advantage_N)
@@ -300,16 +327,16 @@ def loss(algorithm: Algorithm, batch: TrainBatch[Any], scores: Scores, beta: flo
     if algorithm.value is not None and batch.return_N is not None:
         value_N, metrics = _value(algorithm, batch, batch.return_N, scores)
         terms["value"] = algorithm.value.coefficient * batch.token_weight, value_N
-    if algorithm.entropy > 0:
+    if algorithm.bonus > 0:
         assert scores.entropy_N is not None
-        terms["entropy"] = -algorithm.entropy * batch.token_weight, scores.entropy_N
+        terms["entropy"] = -algorithm.bonus * batch.token_weight, scores.entropy_N
     auxiliary, of_others = _auxiliary(algorithm, batch, scores)
     terms = {name: (batch.share * scale, x) for name, (scale, x) in terms.items()} | auxiliary
     every = {**terms, **of_others}
     sums = {name: scale * term.sum() for name, (scale, term) in every.items()}
     total = reduce(operator.add, sums.values())
     with torch.no_grad():
-        watched = _watch(algorithm, batch, scores, log_ratio_N, old_N, divergence_N)
+        watched = _watch(algorithm, batch, scores, signals, divergence_N)
         if kept_N is not None:
             watched["mask_ratio/mean"] = batch.metric_weight * (~kept_N).to(log_prob_N).sum()
         shown = ("policy", *auxiliary, *of_others)
@@ -379,8 +406,7 @@ def _watch(
     algorithm: Algorithm,
     batch: TrainBatch[Any],
     scores: Scores,
-    log_ratio_N: Tensor,
-    old_N: Tensor,
+    signals: LossSignals,
     divergence_N: Tensor | None,
 ) -> dict[str, Tensor]:
     """The metrics of a batch, as means over its actions."""
@@ -393,13 +419,11 @@ def _watch(
     if scores.distillation_N is not None:
         out["teacher/divergence"] = mean * scores.distillation_N.sum()
     if batch.actions.old_log_prob_N is not None or algorithm.ratio != "none":
-        out["kl/old"] = mean * divergences.k3(old_N, scores.log_prob_N).sum()
+        out["kl/old"] = mean * divergences.k3(signals.old_log_prob_N, scores.log_prob_N).sum()
     if algorithm.ratio == "none":
         return out
-    ratio_N = ratios.exponential(log_ratio_N)
-    low, high = algorithm.surrogate.edges
-    below_N = ((ratio_N < low) & (batch.advantage_N < 0)).to(ratio_N)
-    above_N = ((ratio_N > high) & (batch.advantage_N > 0)).to(ratio_N)
+    ratio_N = ratios.exponential(signals.log_ratio_N)
+    below_N, above_N = (side_N.to(ratio_N) for side_N in signals.clipped)
     out["clip_ratio/low_mean"] = mean * below_N.sum()
     out["clip_ratio/high_mean"] = mean * above_N.sum()
     out["clip_ratio/region_mean"] = mean * (below_N + above_N).sum()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from keel.objective.gae import returns_to_go
 from keel.objective.group import group_mean_baseline
-from keel.objective.segments import on_last, segment_sum, spread, to_go
+from keel.objective.segments import Groups, on_last, segment_sum, spread, to_go
 
 
 def greedy_baseline(
@@ -112,18 +112,11 @@ def optimal_token(
     weight_N = to_go(energy_N.flip(0), lengths_S.flip(0)).flip(0).masked_fill(absent_N, 0.0)
     starts_S = lengths_S.cumsum(0) - lengths_S
     place_N = torch.arange(len(reward_N), device=reward_N.device) - spread(starts_S, lengths_S)
-    _, group_S = torch.unique(groups_S, return_inverse=True)
-    cell_N = spread(group_S, lengths_S) * (place_N.max() + 1) + place_N
-    _, cell_N, count_C = torch.unique(cell_N, return_inverse=True, return_counts=True)
-    order_N = cell_N.argsort(stable=True)
-
-    def total(x_N: Tensor) -> Tensor:
-        return segment_sum(x_N[order_N], count_C)[cell_N]
-
-    mean_N = total(return_N * weight_N) / (total(weight_N) + epsilon)
-    alone_N = total((~absent_N).to(weight_N)) == 1
+    group = Groups.of(groups_S)
+    cell = Groups.of(spread(group.index_S, lengths_S) * (place_N.max() + 1) + place_N)
+    mean_N = cell.sum(return_N * weight_N) / (cell.sum(weight_N) + epsilon)
+    alone_N = cell.sum((~absent_N).to(weight_N)) == 1
     if not zero_tail:
-        size_G = torch.bincount(group_S, weights=(~absent_S).to(weight_N))
-        alone_N = spread(size_G[group_S] == 1, lengths_S)
+        alone_N = spread(group.sum((~absent_S).to(weight_N)) == 1, lengths_S)
     advantage_N = return_N - torch.where(alone_N, 0.0, mean_N)
     return advantage_N.masked_fill(absent_N, 0.0)

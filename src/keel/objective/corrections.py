@@ -176,6 +176,32 @@ def effective_sample_size(weight_N: Float[Tensor, " N"]) -> Float[Tensor, ""]:
     return weight_N.sum().square() / (weight_N.square().sum() * len(weight_N))
 
 
+def chi_squared(weight_N: Float[Tensor, " N"]) -> Float[Tensor, ""]:
+    """The χ² divergence of the trainer from the engine, by the weights of tokens or of sequences.
+
+        χ² = (1/N) Σ_n ω_n² − 1
+
+    About 1/ESS − 1.
+
+    Source: Pearson 1900; as a metric, verl 2026, "rollout correction".
+    """
+    return weight_N.square().mean() - 1
+
+
+def perplexity_ratio(
+    engine_log_prob_N: Float[Tensor, " N"],
+    old_log_prob_N: Float[Tensor, " N"],
+    lengths_S: Int[Tensor, " S"],
+) -> Float[Tensor, ""]:
+    """How much higher the trainer's perplexity of a sequence is than the engine's, on average.
+
+        r = (1/S) Σ_i exp( (1/L_i) Σ_{t∈i} (ℓ_engine,t − ℓ_old,t) )
+
+    Source: Jelinek et al. 1977 (perplexity); as a metric, verl 2026, "rollout correction".
+    """
+    return exponential(segment_mean(engine_log_prob_N - old_log_prob_N, lengths_S)).mean()
+
+
 def _over(value_N: Tensor, lengths_S: Tensor, over: Over) -> Tensor:
     if over == "token":
         return value_N

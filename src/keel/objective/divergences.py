@@ -178,6 +178,20 @@ def adapt_ziegler(
     return beta * (1.0 + error * sequences / horizon)
 
 
+def adapt_entropy(
+    coefficient: float, entropy: float, *, target: float, delta: float, maximum: float
+) -> float:
+    """The coefficient of an entropy bonus that holds the entropy at a target.
+
+        c ← min(c + Δ, c_max) if H ≤ target,   max(c − Δ, 0) else
+
+    Source: Skywork-OR1, arXiv:2505.22312; the bounds as in TRL.
+    """
+    if entropy <= target:
+        return min(coefficient + delta, maximum)
+    return max(coefficient - delta, 0.0)
+
+
 def _difference(log_prob_N: Tensor, other_log_prob_N: Tensor) -> Tensor:
     # Clamped here and not inside an exponential, so that value and gradient agree. The estimators
     # take e^x − 1 by expm1: near 0 the difference would lose its digits.

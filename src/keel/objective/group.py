@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from keel.objective.segments import segment_sum, to_go
+from keel.objective.segments import Groups, to_go
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,24 +42,18 @@ def _deviation(
     reward_S = torch.where(present_S, reward_S, torch.zeros_like(reward_S))
     weight_S = torch.ones_like(reward_S) if weight_S is None else weight_S
     weight_S = torch.where(present_S, weight_S, torch.zeros_like(weight_S))
-    _, index_S, size_P = torch.unique(groups_S, return_inverse=True, return_counts=True)
-    order_S = index_S.argsort(stable=True)
-
-    def total(x_S: Tensor) -> Tensor:
-        return segment_sum(x_S[order_S], size_P)[index_S]
-
-    def extreme(kind: Literal["amin", "amax"], nothing: float) -> Tensor:
-        x_S = reward_S.detach().masked_fill(~present_S, nothing)
-        start_P = x_S.new_full(size_P.shape, nothing)
-        return start_P.scatter_reduce(0, index_S, x_S, kind)[index_S]
-
-    count_S = total(present_S.to(reward_S.dtype))
+    peers = Groups.of(groups_S)
+    total, count_S = peers.sum, peers.sum(present_S.to(reward_S.dtype))
     if warn_alone and bool((present_S & (count_S == 1)).any()):
         warnings.warn(
             "a group of one answer has nothing to be compared with: its advantage is 0",
             stacklevel=3,
         )
-    unequal_S = present_S & (extreme("amax", -torch.inf) > extreme("amin", torch.inf))
+    least_S, most_S = (
+        sign * peers.max((sign * reward_S.detach()).masked_fill(~present_S, -torch.inf))
+        for sign in (-1, 1)
+    )
+    unequal_S = present_S & (most_S > least_S)
     mass_S = total(weight_S)
     mean_S = total(weight_S * reward_S) / torch.where(mass_S > 0, mass_S, 1.0)
     centred_S = torch.where(unequal_S, reward_S - mean_S, torch.zeros_like(reward_S))
@@ -175,13 +169,11 @@ def best_of_group(
     """
     group = _deviation(reward_S, groups_S)
     known_S = reward_S.masked_fill(reward_S.isnan(), -torch.inf)
-    lead_S = torch.zeros_like(group.centred_S)
-    for number in torch.unique(groups_S):
-        places = (groups_S == number).nonzero().flatten()
-        if len(places) > 1:
-            first, second = known_S[places].topk(2).indices
-            lead = known_S[places[first]] - known_S[places[second]]
-            lead_S[places[first]] = lead.masked_fill(lead.isinf() | lead.isnan(), 0.0)
+    peers = Groups.of(groups_S)
+    best_S = known_S == peers.max(known_S)
+    second_S = peers.max(known_S.masked_fill(best_S, -torch.inf))
+    alone_S = second_S.isfinite() & (peers.sum(best_S.to(known_S)) == 1)
+    lead_S = torch.where(best_S & alone_S, known_S - second_S, torch.zeros_like(known_S))
     if scale == "none":
         return lead_S
     variance_S = group.squares_S / (group.count_S - 1).clamp(min=1)

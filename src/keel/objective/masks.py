@@ -25,7 +25,7 @@ def top_entropy(entropy_N: Float[Tensor, " N"], *, share: float) -> Bool[Tensor,
     return entropy_N >= quantile(entropy_N, 1 - share)
 
 
-def off_policy(
+def off_policy_sequences(
     log_prob_N: Float[Tensor, " N"],
     engine_log_prob_N: Float[Tensor, " N"],
     advantage_N: Float[Tensor, " N"],
@@ -121,7 +121,7 @@ def covariance(
     return (advantage_N - advantage_N.mean()) * (log_prob_N - log_prob_N.mean())
 
 
-def clip_covariance(
+def clip_cov(
     log_prob_N: Float[Tensor, " N"],
     advantage_N: Float[Tensor, " N"],
     clipped_N: Bool[Tensor, " N"],

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from keel.objective.ratios import exponential
 from keel.objective.segments import (
+    Groups,
     continues,
     linear_recurrence,
     segment_mean,
@@ -148,18 +149,15 @@ def real_shares(
     """
     mean_S = segment_mean(log_ratio_N.detach(), lengths_S)
     right_S, known_S = outcome_S > threshold, ~outcome_S.isnan()
-    sign_S = torch.where(right_S, -1.0, 1.0).to(mean_S)
-    score_S = torch.where(known_S, sign_S * mean_S / temperature, -torch.inf)
-    shares = torch.zeros(len(mean_S), 2, dtype=mean_S.dtype, device=mean_S.device)
-    for group in torch.unique(groups_S):
-        inside_S = (groups_S == group) & known_S
-        for side_S in (inside_S & right_S, inside_S & ~right_S):
-            terms = torch.cat([score_S.new_zeros(1), score_S[side_S]])
-            value = terms.logsumexp(0)
-            shares[side_S, 1] = sign_S[side_S] / temperature * (score_S[side_S] - value).exp()
-            if bool(side_S.any()):
-                shares[inside_S, 0] += value / inside_S.sum()
-    return shares
+    slope_S = torch.where(right_S, -1.0, 1.0).to(mean_S) / temperature
+    score_S = torch.where(known_S, slope_S * mean_S, -torch.inf)
+    group, side, one_S = Groups.of(groups_S), Groups.of(2 * groups_S + right_S), known_S.to(mean_S)
+    top_S = side.max(score_S).clamp(min=0)
+    value_S = top_S + ((-top_S).exp() + side.sum((score_S - top_S).exp())).log()
+    # Each side once, whatever its size.
+    share_S = group.sum(one_S * value_S / side.sum(one_S).clamp(min=1)) / group.sum(one_S)
+    shares = torch.stack([share_S, slope_S * (score_S - value_S).exp()], dim=1)
+    return torch.where(known_S[:, None], shares, torch.zeros_like(shares))
 
 
 def real(

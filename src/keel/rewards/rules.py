@@ -305,6 +305,20 @@ def overlong_penalty(length: int, max_tokens: int, cache: int) -> float:
     return 0.0 if over <= 0 else -1.0 if over >= cache else -over / cache
 
 
+def relative_length_penalty(
+    lengths: Sequence[int], rewards: Sequence[float], weight: float
+) -> list[float]:
+    """What the answers to one prompt get for their lengths: −β max(p, 1/K) L_i / mean(L).
+
+    p is the share of the K answers that are right (a reward above 0): where the prompt is easy,
+    length costs more. ALP, arXiv 2506.05256, with lengths over the group's mean, as in GR3 (arXiv
+    2603.10535), for lengths in tokens.
+    """
+    count, mean = len(lengths), sum(lengths) / max(len(lengths), 1)
+    solved = max(sum(reward > 0 for reward in rewards), 1) / max(count, 1)
+    return [-weight * solved * length / max(mean, 1e-9) for length in lengths]
+
+
 BUILT_IN: dict[str, Callable[..., Any]] = {
     f.__name__: f
     for f in (exact_match, numeric_match, choice, place_match, format_match, length, repetition)

@@ -3,7 +3,7 @@
 R_i = gated_reward_g                            if a gate g rejects: x_g < gate_below_g
     = Σ_k weight_k · normalise(clip(x_k))_i     else, over the components with a value
 
-and after it the length penalty of DAPO.
+and after it, times a factor if the completion was cut, the penalties of length.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from keel.platform.calls import LoopThread
 from keel.rewards.calls import Overlap, RewardBatch, StepCalls, column_names, without_stop
 from keel.rewards.outputs import RewardOutput, join_logs
 from keel.rewards.registry import MADE, RESERVED, TASK, NamedReward, load_reward
-from keel.rewards.rules import overlong_penalty
+from keel.rewards.rules import overlong_penalty, relative_length_penalty
 from keel.types import Completion, Group, KeelError, Prompt, RewardResult, Step, Task
 
 
@@ -50,10 +50,11 @@ class Scorer:
     of one function (a score of a task is a call). With `on_error = "skip"` a completion that a
     function fails on goes without that component; with "stop" the failure is a KeelError that
     names the function, the step and, if it is known, the sample. Over the last
-    `overlong_buffer` tokens of `max_tokens`, a length penalty applies. Unless they are `needed`,
-    completions may go without a reward, and all weights may be 0. `loop` runs async functions;
-    scorers of the same functions share it. Of a completion that one of the strings `stop` ended,
-    functions get the text before it.
+    `overlong_buffer` tokens of `max_tokens`, a length penalty applies; `length_penalty` weighs
+    that of the group, and `truncated_factor` the reward of a completion that was cut. Unless they
+    are `needed`, completions may go without a reward, and all weights may be 0. `loop` runs async
+    functions; scorers of the same functions share it. Of a completion that one of the strings
+    `stop` ended, functions get the text before it.
     """
 
     def __init__(
@@ -64,6 +65,8 @@ class Scorer:
         timeout: float = 60.0,
         on_error: Literal["stop", "skip"] = "stop",
         overlong_buffer: int = 0,
+        length_penalty: float = 0.0,
+        truncated_factor: float = 1.0,
         max_tokens: int = 0,
         needed: bool = True,
         loop: LoopThread | None = None,
@@ -73,6 +76,8 @@ class Scorer:
         self.given = tuple(functions)
         self.functions = self.given or (load_reward(RewardSource(function=TASK)),)
         self.overlong_buffer = overlong_buffer
+        self.length_penalty = length_penalty
+        self.truncated_factor = truncated_factor
         self.max_tokens = max_tokens
         self.needed = needed
         self.loop = loop or LoopThread()
@@ -81,7 +86,7 @@ class Scorer:
         self._calls = functools.partial(StepCalls, self.functions, self.tasks, **limits)
         names = [f.name for f in self.functions]
         for name in names:
-            if names.count(name) > 1 or name == OVERLONG:
+            if names.count(name) > 1 or name in PENALTIES:
                 raise KeelError(
                     f"two rewards are named {name!r}: set a different `name` on one of them"
                 )
@@ -125,11 +130,7 @@ class Scorer:
         extras, metrics = join_logs({f.name: calls.logs[f.name] for f in called}, len(completions))
         groups_S = [g for g, group in enumerate(groups) for _ in group.completions]
         results = compose(self.functions, outputs, groups_S)
-        if self.overlong_buffer:
-            results = [
-                with_length_penalty(result, one, self.max_tokens, self.overlong_buffer)
-                for result, one in zip(results, completions, strict=True)
-            ]
+        results = self._shaped(results, completions, groups_S)
         counts = {name: sum(o.wrong is not None for o in ones) for name, ones in outputs.items()}
         if any(one.failed for one in completions):
             extras["program_error"] = [one.failed or None for one in completions]
@@ -141,6 +142,39 @@ class Scorer:
             extras=extras,
             failures={name: count for name, count in counts.items() if count},
         )
+
+    def _shaped(
+        self,
+        results: list[RewardResult],
+        completions: Sequence[Completion],
+        groups: Sequence[int],
+    ) -> list[RewardResult]:
+        """The results with the factor and the penalties of length."""
+        lengths = [int(one.written.sum()) for one in completions]
+        penalties: dict[str, dict[int, float]] = {}
+        if self.overlong_buffer:
+            limits = self.max_tokens, self.overlong_buffer
+            found = [overlong_penalty(length, *limits) for length in lengths]
+            penalties[OVERLONG] = dict(enumerate(found))
+        if self.length_penalty:
+            penalties[RELATIVE] = {}
+            for group in set(groups):
+                rewards = {
+                    at: reward
+                    for at, (g, result) in enumerate(zip(groups, results, strict=True))
+                    if g == group and (reward := result.reward) is not None
+                }
+                own = [lengths[at] for at in rewards]
+                found = relative_length_penalty(own, [*rewards.values()], self.length_penalty)
+                penalties[RELATIVE] |= zip(rewards, found, strict=True)
+        if self.truncated_factor != 1:
+            results = [
+                scaled(result, self.truncated_factor) if one.finish == "length" else result
+                for result, one in zip(results, completions, strict=True)
+            ]
+        for name, values in penalties.items():
+            results = [with_penalty(one, name, values.get(at)) for at, one in enumerate(results)]
+        return results
 
     def judging(self, component: str | None = None) -> NamedReward | None:
         """The reward that says right or wrong: this component, or else the first declared as
@@ -158,7 +192,8 @@ class Scorer:
     def weights(self) -> dict[str, float]:
         """What each reward is weighed with, by its name."""
         weights = {function.name: function.source.weight for function in self.functions}
-        return {**weights, OVERLONG: 1.0} if self.overlong_buffer else weights
+        there = (self.overlong_buffer, self.length_penalty)
+        return weights | {name: 1.0 for name, on in zip(PENALTIES, there, strict=True) if on}
 
     @property
     def spending(self) -> list[str]:
@@ -253,8 +288,8 @@ def _spread(results: Sequence[RewardResult]) -> dict[str, float]:
 
 EPSILON = 1e-4
 """Added to the standard deviation, as in group-relative advantages."""
-OVERLONG = "overlong"
-"""The component of the soft length penalty (DAPO)."""
+PENALTIES = OVERLONG, RELATIVE = "overlong", "relative_length"
+"""The components of the soft length penalty (DAPO), and of that of the group."""
 
 
 def compose(
@@ -271,17 +306,26 @@ def compose(
     ]
 
 
-def with_length_penalty(
-    result: RewardResult, completion: Completion, max_tokens: int, buffer: int
-) -> RewardResult:
-    """A result with the length penalty, unless it has no reward otherwise."""
+def scaled(result: RewardResult, factor: float) -> RewardResult:
+    """A result with its reward, and the parts of it, times a factor."""
     if result.reward is None:
-        return replace(result, components={**result.components, OVERLONG: None})
-    penalty = overlong_penalty(int(completion.written.sum()), max_tokens, buffer)
+        return result
+    return replace(
+        result,
+        reward=factor * result.reward,
+        steps=tuple(replace(step, reward=factor * step.reward) for step in result.steps),
+        outcome=None if result.outcome is None else factor * result.outcome,
+    )
+
+
+def with_penalty(result: RewardResult, name: str, penalty: float | None) -> RewardResult:
+    """A result with a penalty of length, unless it has no reward otherwise."""
+    if result.reward is None or penalty is None:
+        return replace(result, components={**result.components, name: None})
     return replace(
         result,
         reward=result.reward + penalty,
-        components={**result.components, OVERLONG: penalty},
+        components={**result.components, name: penalty},
         outcome=(result.outcome or 0.0) + penalty if penalty else result.outcome,
     )
 

@@ -47,6 +47,7 @@ class StepResult:
     beta: float = 0.0
     advantage: Mapping[str, float] = field(default_factory=dict)
     """The state of the advantage after the step."""
+    bonus: Sequence[float] = ()
     stream: Mapping[str, Any] = field(default_factory=dict)
     records: Callable[[], Sequence[RolloutRow]] = tuple
     work: StepWork | None = None
@@ -224,6 +225,7 @@ def run(loop: Loop, progress: Progress) -> Progress:
             step=number,
             beta=step.beta,
             advantage=step.advantage,
+            bonus=step.bonus,
             stream=step.stream,
             tokens=progress.tokens + step.tokens,
             token_budget=loop.budget.found,

@@ -23,11 +23,20 @@ from keel.config.stage import Optimizer
 from keel.learn.advantages import estimate, outcome
 from keel.learn.batch import Batch, Estimates, TrainBatch, from_groups
 from keel.learn.learner import Losses, Trainer, by_gradient
-from keel.learn.loss import adapted_beta, demonstrated, limited, prepare, value_metrics
+from keel.learn.loss import (
+    adapted_beta,
+    adapted_bonus,
+    demonstrated,
+    limited,
+    prepare,
+    value_metrics,
+    with_bonus,
+)
 from keel.learn.memory import LESS, oom_context
 from keel.learn.optimizer import Cause, NotFinite, learning_rate
 from keel.models.chat import teacher_groups
 from keel.objective import corrections, divergences, ratios
+from keel.objective.segments import segment_sum
 from keel.runs.rows import LOSS, RolloutRow
 from keel.training.evaluator import Evaluators
 from keel.training.loop import EvaluationResult, Loop, StepResult, write_batch
@@ -127,7 +136,7 @@ class RLLoop(Loop):
         """Rollouts with their rewards, the updates on them, and the engines' new weights."""
         algorithm, schedule, beta = self.algorithm, self.schedule, progress.beta
         advantage = progress.advantage
-        clock, skipped = self.writer.clock, 0
+        clock, skipped, bonus = self.writer.clock, 0, progress.bonus
         records: Callable[[], Sequence[RolloutRow]] = tuple
         work: StepWork | None = None
         with clock("rollout"):
@@ -150,7 +159,7 @@ class RLLoop(Loop):
                     updated = update_models(self, batch, estimates, rollouts, progress, number)
                 metrics |= updated.metrics
                 metrics["step/tokens"] = float(sum(batch.input_lengths))
-                skipped = updated.skipped
+                skipped, bonus = updated.skipped, updated.bonus
                 work = _work(self, rollouts, updated.minibatches, beta)
                 values, tokenizer = _token_values(batch, updated), self.sampler.chat.tokenizer
                 records = partial(rollout_records, rollouts, values, tokenizer)
@@ -167,6 +176,7 @@ class RLLoop(Loop):
             skipped,
             beta,
             advantage,
+            bonus,
             self.sampler.stream.state(),
             records,
             work,
@@ -201,12 +211,13 @@ class Minibatch:
 @dataclass(frozen=True, eq=False)
 class UpdateResult:
     """The mini-batches of a step, the metrics of its updates, how many were not finite, and for
-    each one that was taken the values of its tokens."""
+    each one that was taken the values of its tokens; `bonus` is the progress's after it."""
 
     minibatches: Sequence[Minibatch]
     metrics: dict[str, float]
     tokens: Sequence[tuple[Minibatch, Mapping[str, Tensor]]] = ()
     skipped: int = 0
+    bonus: Sequence[float] = ()
 
 
 @oom_context("the engine took the weights over", LESS)
@@ -253,7 +264,7 @@ def update_models(
     """The optimizer steps on a batch: its mini-batches, once in every epoch."""
     keep = _learnable(loop, rollouts)
     if not keep:
-        return UpdateResult([], {})
+        return UpdateResult([], {}, bonus=progress.bonus)
     schedule, algorithm, shown = loop.schedule, loop.algorithm, loop.algorithm.demonstrations
     seed = derive(loop.seed, "minibatches", number)
     own = loop.loss.ratio_to_itself
@@ -268,16 +279,20 @@ def update_models(
     )
     rates = schedule.rates(number, progress.rate_scale)
     taken: list[tuple[Minibatch, Losses]] = []
-    skipped = 0
+    skipped, bonus, applied = 0, progress.bonus, list[float]()
     for at, rolled_out in enumerate([*batches] * schedule.epochs):
+        now = with_bonus(algorithm, bonus)
         drawn = replace(rolled_out.batch, seed=derive(seed, "masks", at))
         if loop.demonstrations is not None:
             drawn = demonstrated(algorithm, drawn, loop.demonstrations(number, at), number)
         part = replace(rolled_out, batch=drawn)
         try:
             moved = bool(taken) or not loop.loss.score_old
-            made = loop.learner.update(algorithm, drawn, progress.beta, rates, moved=moved)
+            made = loop.learner.update(now, drawn, progress.beta, rates, moved=moved)
             taken.append((part, made))
+            applied.append(now.bonus)
+            if rates[0] is not None:  # before, the policy does not move
+                bonus = adapted_bonus(algorithm, bonus, made.metrics["entropy"])
         except NotFinite as error:
             loop.skip(
                 progress,
@@ -286,7 +301,7 @@ def update_models(
                 skipped=skipped,
                 began=loop.learner.began,
                 weight=loop.learner.bad_weight,
-                diagnose=partial(_diagnose, loop, rollouts, part, progress.beta),
+                diagnose=partial(_diagnose, loop, now, rollouts, part, progress.beta),
                 keep=partial(write_batch, batch=drawn),
             )
             skipped += 1
@@ -302,9 +317,10 @@ def update_models(
         **({"value/learning_rate": rates[1]} if loop.learner.learns_values else {}),
         "beta": progress.beta,
         **({"demonstrations/share": shown.share(number)} if shown else {}),
+        **({"entropy/coefficient": float(np.mean(applied))} if bonus else {}),
     }
     tokens = [(part, losses.tokens) for part, losses in taken]
-    return UpdateResult(batches, watched, tokens, skipped)
+    return UpdateResult(batches, watched, tokens, skipped, bonus)
 
 
 def minibatches(
@@ -400,9 +416,11 @@ def _reset_reference(loop: RLLoop, number: int) -> None:
         loop.learner.refresh_reference(loop.schedule.reference_rate)
 
 
-def _diagnose(loop: RLLoop, rollouts: Rollouts, part: Minibatch, beta: float) -> tuple[Cause, str]:
+def _diagnose(
+    loop: RLLoop, algorithm: Algorithm, rollouts: Rollouts, part: Minibatch, beta: float
+) -> tuple[Cause, str]:
     """The cause of a loss or gradient that is not finite, and the sequence that it comes from."""
-    cause = loop.learner.cause_of(loop.algorithm, part.batch, beta)
+    cause = loop.learner.cause_of(algorithm, part.batch, beta)
     if cause.sequence is None:
         return cause, ""
     beyond = cause.sequence - len(part.places)
@@ -468,15 +486,18 @@ def _engine_difference(
     else:
         return {}
     engine_N = batch.engine_log_prob_N.to(trainer_N)
-    gap_N = (trainer_N - engine_N).abs()
+    gap_N, lengths_S = (trainer_N - engine_N).abs(), batch.lengths_S
+    sums_S = segment_sum(trainer_N - engine_N, lengths_S)
+    weight_N, weight_S = ratios.exponential(trainer_N - engine_N), ratios.exponential(sums_S)
     found = {
         "sampling/sampling_logp_difference/mean": gap_N.mean(),
         "sampling/sampling_logp_difference/max": gap_N.max(),
         "sampling/kl/k1": divergences.k1(engine_N, trainer_N).mean(),
         "sampling/kl/k3": divergences.k3(engine_N, trainer_N).mean(),
-        "sampling/effective_sample_size": corrections.effective_sample_size(
-            ratios.exponential(trainer_N - engine_N)
-        ),
+        "sampling/effective_sample_size": corrections.effective_sample_size(weight_N),
+        "sampling/chi_squared/token": corrections.chi_squared(weight_N),
+        "sampling/chi_squared/sequence": corrections.chi_squared(weight_S),
+        "sampling/perplexity_ratio": corrections.perplexity_ratio(engine_N, trainer_N, lengths_S),
     }
     return dict(zip(found, torch.stack([*found.values()]).tolist(), strict=True))
 

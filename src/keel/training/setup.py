@@ -319,8 +319,8 @@ def build_scorer(
     shaped: bool = False,
     loop: LoopThread | None = None,
 ) -> Scorer:
-    """The scorer of what a stage samples; `needed`: it learns from rewards; `shaped`: less the
-    penalty of length."""
+    """The scorer of what a stage samples; `needed`: it learns from rewards; `shaped`: with the
+    penalties of length."""
     rewards, rollout = sampling.rewards, sampling.rollout
     return Scorer(
         functions,
@@ -329,6 +329,8 @@ def build_scorer(
         on_error=rewards.on_error,
         max_tokens=rollout.max_tokens,
         overlong_buffer=rollout.overlong_buffer if shaped else 0,
+        length_penalty=rollout.length_penalty if shaped else 0.0,
+        truncated_factor=rollout.truncated_factor if shaped else 1.0,
         needed=needed,
         loop=loop,
         stop=rollout.stop,

@@ -59,6 +59,8 @@ class Progress:
     skipped: int = 0
     advantage: Mapping[str, float] = field(default_factory=dict)
     """The state of an advantage that has one."""
+    bonus: Sequence[float] = ()
+    """Of an adaptive entropy bonus: see `with_bonus`."""
     rate_scale: float = 1.0
     """What callbacks have multiplied the learning rates of the stage's later steps by."""
     stopped: bool = False

@@ -34,6 +34,9 @@ STAYS = 1e-4
 EXPLAINED = 0.05
 """Explained variance of a value model up to which a constant would do as well."""
 MISMATCH = "sampling/sampling_logp_difference"
+FEW = 0.9
+"""Effective sample size under which a mismatch of engine and trainer costs a tenth of the tokens.
+"""
 
 
 def entropy_collapse(history: StageHistory) -> Symptom | None:
@@ -63,6 +66,9 @@ def entropy_collapse(history: StageHistory) -> Symptom | None:
     figures = {"entropy_first": first, "entropy_last": last, "reward": late}
     if bounds is not None:
         figures |= {"lowest": bounds[0], "highest": bounds[1]}
+    bonus = history.values("entropy/coefficient")
+    if len(bonus):
+        figures["bonus"] = bonus[-1]
     return Symptom(steps[start:], figures)
 
 
@@ -138,12 +144,17 @@ def learning_rate_high(history: StageHistory) -> Symptom | None:
     of the run, from its peak (or start) by half of the way down to the lowest reward, and by four
     times the noise of one step. Or KL(old‖policy) is above 0.1 nats per token. Or the norm of the
     gradient is ten times the median of the 20 steps before and of all."""
-    signs = [s for s in (_far_updates(history), _jump(history), _fall(history)) if s is not None]
-    if not signs:
+    return _any_of(_far_updates(history), _jump(history), _fall(history))
+
+
+def _any_of(*signs: Symptom | None) -> Symptom | None:
+    """The signs that are there as one."""
+    found = [sign for sign in signs if sign is not None]
+    if not found:
         return None
-    every = [step for sign in signs for step in (sign.steps[0], sign.steps[-1])]
-    figures = {name: value for sign in signs for name, value in sign.figures.items()}
-    return Symptom((min(every), max(every)), figures)
+    every = [step for sign in found for step in (sign.steps[0], sign.steps[-1])]
+    figures = {name: value for sign in found for name, value in sign.figures.items()}
+    return Symptom((min(every), max(every)), figures, severe=any(sign.severe for sign in found))
 
 
 def _far_updates(history: StageHistory) -> Symptom | None:
@@ -242,13 +253,42 @@ def value_model(history: StageHistory) -> Symptom | None:
 
 
 def engine_mismatch(history: StageHistory) -> Symptom | None:
-    """Engine and trainer disagree about the log-probabilities of the samples: the mean absolute
-    difference is at the end above 1e-3 nats for an engine in the model's float32, or 0.05 with
-    bfloat16. Rounding explains under 1e-5, and about 1e-2."""
-    steps, mean = history.column(f"{MISMATCH}/mean")
+    """Engine and trainer disagree about the log-probabilities of the samples, at the end by any of
+    four signs. The mean absolute difference is above 1e-3 nats for an engine in the model's
+    float32, or 0.05 with bfloat16; rounding explains under 1e-5, and about 1e-2. The mean
+    difference k1 is of one sign for ten steps and a tenth of that; rounding errors cancel. (Neither
+    counts with `rollout.async_level`, where the engine has older weights by design.) The effective
+    sample size is below 0.9: a tenth of the tokens is lost. Or, if completions are weighed as a
+    whole, their χ² is above 1, so that their weights are worth less than half of them."""
     own = [history.model.get(key) for key in ("dtype", "autocast")]
     coarse = "auto" in own or "bfloat16" in (history.setting("rollout.dtype"), *own)
     limit = 0.05 if coarse or history.model.get("device") == "cuda" else 1e-3
+    k1 = history.values("sampling/kl/k1")
+    side = np.sign(median(k1[-WINDOW:], 0.0))
+    whole = "sequence" in (c.get("level") for c in history.setting("algorithm.corrections", ()))
+    fresh = not history.setting("rollout.async_level", 0)
+    return _any_of(
+        _apart(history, limit) if fresh else None,
+        _stays(history, "sampling/kl/k1", side, limit / 10, "k1", 2) if fresh else None,
+        _stays(history, "sampling/effective_sample_size", -1, -FEW, "effective"),
+        _stays(history, "sampling/chi_squared/sequence", 1, 1.0, "chi_squared") if whole else None,
+    )
+
+
+def _stays(
+    history: StageHistory, name: str, sign: float, limit: float, figure: str, windows: int = 1
+) -> Symptom | None:
+    """A metric that, times the sign, is at the limit or above to the end."""
+    steps, values = history.column(name)
+    since = holds_since(sign * values, limit)
+    if since is None or len(steps) - since < windows * WINDOW:
+        return None
+    return Symptom(steps[since:], {figure: median(values[-WINDOW:])})
+
+
+def _apart(history: StageHistory, limit: float) -> Symptom | None:
+    """A mean absolute difference above the limit."""
+    steps, mean = history.column(f"{MISMATCH}/mean")
     since = holds_since(mean, limit)
     if since is None:
         return None

@@ -287,10 +287,38 @@ def trl_divergence(c: Foreign) -> Keys:
     yield f"{DIVERGENCE}.unbiased", weighed if of_tokens or not weighed else "ratio"
 
 
+def stop_properly(c: Foreign) -> Keys:
+    """OpenRLHF's factor of the reward of completions that were cut."""
+    factor, key = c["stop_properly_penalty_coef"], "stop_properly_penalty_coef"
+    if factor is None:
+        return
+    if factor < 0:
+        c.refuse(key, "below 0 it replaces the reward, and Keel's factor multiplies it")
+    elif c["overlong_buffer_len"]:
+        c.refuse(key, "OpenRLHF multiplies the penalty of length too")
+    else:
+        yield "rollout.truncated_factor", factor
+
+
+def trl_entropy(c: Foreign) -> Keys:
+    """The entropy bonus: its coefficient, or the rule that moves it."""
+    if not c["use_adaptive_entropy"]:
+        yield "algorithm.entropy", c["entropy_coef"]
+        return
+    if c["entropy_coef_min"]:
+        c.refuse("entropy_coef_min", "the lower bound of the coefficient is 0")
+    if c["entropy_coef"]:
+        c.refuse("entropy_coef", "TRL's first update goes without the bonus, Keel's has it")
+    names = {"target": "entropy_target", "delta": "entropy_coef_delta"}
+    yield "algorithm.entropy", {
+        **{name: c[key] for name, key in names.items()}, "maximum": c["entropy_coef_max"]
+    }  # fmt: skip
+
+
 def trl_masks(c: Foreign) -> Keys:
     """Which tokens the surrogate keeps."""
     masks: list[dict[str, Any]] = []
-    if c["top_entropy_quantile"] < 1 and c["entropy_coef"]:
+    if c["top_entropy_quantile"] < 1 and (c["entropy_coef"] or c["use_adaptive_entropy"]):
         c.refuse("top_entropy_quantile", "Keel's entropy bonus is a mean over all tokens")
     elif c["top_entropy_quantile"] < 1:
         masks.append({"kind": "top_entropy", "share": c["top_entropy_quantile"]})
