@@ -143,15 +143,13 @@ def estimate(
 ) -> Estimates:
     """Advantages and returns of actions that the models have scored; `beta` weighs a KL reward.
 
-    `judged` are the rewards of the sequences, in order; NaN for one without. `state` is that of the
-    advantage after the step before.
+    `judged` are the rewards of the sequences, in order; NaN for one without. `state` is the
+    advantage's.
 
     Raises KeelError if there are rewards of steps that the advantage cannot use.
     """
-    own = actions.device
-    device = place_of_float64(own)
-    if device != own:
-        actions = to_device(actions, device)
+    own, device = actions.device, place_of_float64(actions.device)
+    actions = actions if device == own else to_device(actions, device)
     lengths_S = actions.lengths_S
     if not isinstance(judged, RolloutRewards):
         judged = RolloutRewards(torch.tensor(list(judged), dtype=torch.float64))
