@@ -15,7 +15,7 @@ from keel.config.load import load_recipe
 from keel.data.tasks import BaseTask
 from keel.runs.reader import load
 from keel.training.run import train
-from keel.types import Completion, Prompt, Reply, Split
+from keel.types import Completion, Observation, Prompt, Split
 
 ROOMS, START, MOST = 7, 3, 8
 """Rooms in a row, the room to begin in, and the moves of a walk at the most."""
@@ -63,7 +63,7 @@ class Corridor(BaseTask):
     def reply(self, prompt: Prompt, text: str) -> str | None:
         """The room after the moves so far; None in the one that was named."""
         room = reached(text, prompt.columns["goal"])
-        return None if room == prompt.columns["goal"] else Reply(f"{room}", f"room {room}")
+        return None if room == prompt.columns["goal"] else Observation(f"{room}", f"room {room}")
 
     def score(self, prompt: Prompt, completion: Completion) -> float:
         goal = prompt.columns["goal"]

@@ -226,7 +226,7 @@ MUTATIONS: tuple[Mutation, ...] = (
              "return_U = returns_to_go(segment_sum(reward_N, lengths_U), turns_S, gamma=gamma)",
              "return_U = segment_sum(reward_N, lengths_U)", TURNS),
     Mutation("MT-GRPO: the last turn is compared as a turn too", "objective/turns.py",
-             "masked_fill(absent_U | ~before_U", "masked_fill(absent_U", TURNS),
+             "turn_U = reward_U.masked_fill(~before_U, torch.nan)", "turn_U = reward_U", TURNS),
     Mutation("turn GAE: the token's λ to the next turn", "objective/turns.py",
              "ahead_U = turn_gamma * turn_lam *", "ahead_U = turn_gamma * lam *", TURNS),
     Mutation("RAE: the average moves before it is used", "objective/baselines.py",

@@ -312,12 +312,12 @@ Program = Callable[[ProgramInput], Any]
 (the column `reward`), or a mapping of columns for rewards."""
 
 
-class Reply(str):
+class Observation(str):
     """A reply with the name of the state that the policy's next turn begins at."""
 
-    state: str
+    state: str | None
 
-    def __new__(cls, text: str, state: str) -> Reply:
+    def __new__(cls, text: str, state: str | None = None) -> Observation:
         made = super().__new__(cls, text)
         made.state = state
         return made
@@ -349,7 +349,7 @@ class Task(Protocol):
         ...
 
     def reply(self, prompt: Prompt, text: str) -> str | None:
-        """What the environment answers, a `Reply` if it names the state; None ends the
+        """What the environment answers, an `Observation` if it names the state; None ends the
         conversation.
 
         `text` is the completion so far, earlier replies included.

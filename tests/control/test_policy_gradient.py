@@ -21,10 +21,12 @@ from keel.control.learner import Collected, Experience, collect_episodes, collec
 from keel.control.networks import Moments
 from keel.control.policy_gradient import FALLBACK_BUDGET, PolicyGradient
 from keel.learn.batch import Estimates, TrainBatch
+from keel.types import KeelError
 from tests.control import stages, worlds
 from tests.control.worlds import Floats, Step
 
 REFUSED = {"remax", "grpo_process", "opd", "gdpo", "otb", "real", "chord"}
+REFUSED |= {"gigpo", "mt_grpo", "turn_ppo", "rae"}
 
 
 @contextmanager
@@ -337,6 +339,16 @@ def test_statistics_are_of_all_iterations_and_normalise_the_next() -> None:
     running = pg.return_moments.running
     np.testing.assert_allclose(running.mean, [np.mean(returns)], rtol=1e-12)
     np.testing.assert_allclose(running.var, [np.var(returns)], rtol=1e-12)
+
+
+def with_state(reward_S: Tensor, state: dict[str, float]) -> tuple[Tensor, dict[str, float]]:
+    return reward_S, {"mean": float(reward_S.mean())}
+
+
+def test_state_of_an_advantage_is_refused() -> None:
+    own = f"algorithm.advantage={{kind='custom', function='{__name__}:with_state'}}"
+    with learner("reinforce", own) as pg, pytest.raises(KeelError, match="has no state"):
+        pg.iterate(1)
 
 
 # ---------------------------------------------------------------- every preset

@@ -254,6 +254,8 @@ def test_tuned_settings_load(algorithm: str, environment: str) -> None:
         ("remax", "CartPole-v1", (), "for completions, not environments"),
         ("grpo_process", "CartPole-v1", (), "for completions, not environments"),
         ("opd", "CartPole-v1", (), "for completions, not environments"),
+        ("gigpo", "CartPole-v1", (), "for completions, not environments"),
+        ("rae", "CartPole-v1", (), "for completions, not environments"),
         ("missing.toml", None, (), "no such file"),
         ("ppo", "Pendulum-v1", ("environment.options.render_mode=human",), "set by Keel"),
         ("ppo", "Pendulum-v1", ("group_size=2",), "compares no episodes"),

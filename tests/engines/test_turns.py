@@ -13,7 +13,7 @@ import pytest
 from keel.engines.native import NativeEngine
 from keel.models.build import byte_tokenizer
 from keel.platform.time_limit import Cancelled, cancelled_by
-from keel.types import KeelError, Prompt, Reply, Sampling
+from keel.types import KeelError, Observation, Prompt, Sampling
 from tests.engines import scripted
 from tests.engines.scripted import ReplyTask, ScriptedEngine
 from tests.engines.tiny import TOKENIZER, ragged_prompts, stock_log_probs, tiny
@@ -82,7 +82,7 @@ def test_replies_name_the_states_of_turns() -> None:
 
     class Rooms(ReplyTask):
         def reply(self, prompt: Prompt, text: str) -> str | None:
-            return Reply("=7;", "hall") if text.count("go") == 1 else "=8;"
+            return Observation("=7;", "hall") if text.count("go") == 1 else "=8;"
 
     completion = talk(GO, [ASKED], 1, Sampling(90), Rooms(), max_turns=3)[0].completions[0]
     assert completion.states == ((6, "hall"),)

@@ -20,7 +20,6 @@ from keel.types import (
     KeelError,
     Message,
     Prompt,
-    Reply,
     Sampling,
     Task,
     text_of,
@@ -205,7 +204,7 @@ def _reply(one: Conversation, tasks: Mapping[str, Task], chat: ChatEncoder, role
     text = tasks[prompt.task].reply(prompt, one.transcript)
     if text is None:
         return False
-    state = text.state if isinstance(text, Reply) else None
+    text, state = str(text), getattr(text, "state", None)
     name = f"the reply of task {prompt.task!r} to prompt {prompt.id!r}"
     if isinstance(prompt.content, str):
         found = encode_text(text, name, chat.tokenizer, literal="all", continues=True)

@@ -27,6 +27,10 @@ from keel.types import Group, KeelError, RewardResult, one_line
 
 ADVANTAGE, SURROGATE = "algorithm.advantage", "algorithm.surrogate"
 MASK, CORRECTION = "algorithm.masks", "algorithm.corrections"
+_SCORED = (
+    "engine_log_prob_N", "old_log_prob_N", "reference_log_prob_N", "teacher_log_prob_N",
+    "old_entropy_N", "old_squares_N",
+)  # fmt: skip
 CustomTerm = CustomAdvantage | CustomSurrogate | CustomMask | CustomCorrection
 
 
@@ -144,15 +148,13 @@ def estimate(
 ) -> Estimates:
     """Advantages and returns of actions that the models have scored; `beta` weighs a KL reward.
 
-    `judged` are the rewards of the sequences, in order; NaN for one without. `state` is that of the
-    advantage after the step before.
+    `judged` are the rewards of the sequences, in order; NaN for one without. `state` is the
+    advantage's.
 
     Raises KeelError if there are rewards of steps that the advantage cannot use.
     """
-    own = actions.device
-    device = place_of_float64(own)
-    if device != own:
-        actions = to_device(actions, device)
+    own, device = actions.device, place_of_float64(actions.device)
+    actions = actions if device == own else to_device(actions, device)
     lengths_S = actions.lengths_S
     if not isinstance(judged, RolloutRewards):
         judged = RolloutRewards(torch.tensor(list(judged), dtype=torch.float64))
@@ -172,18 +174,8 @@ def estimate(
         placed_N = segments.on_last(zero_S, lengths_S)
         placed_N = placed_N.index_add(0, step_end_K, judged.step_reward_K)
     reward_N = penalty_N + placed_N
-    scored = {
-        name: None if value is None else value.to(outcome_S)
-        for name in (
-            "engine_log_prob_N",
-            "old_log_prob_N",
-            "reference_log_prob_N",
-            "teacher_log_prob_N",
-            "old_entropy_N",
-            "old_squares_N",
-        )
-        for value in (getattr(actions, name),)
-    }
+    scored = {name: getattr(actions, name) for name in _SCORED}
+    scored = {name: None if x is None else x.to(outcome_S) for name, x in scored.items()}
     signals = RewardSignals(
         outcome_S=outcome_S,
         penalty_N=penalty_N,

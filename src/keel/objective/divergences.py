@@ -13,9 +13,7 @@ policy:
 Summed token by token this holds for the per-token KL with the states' distribution held fixed, not
 for the KL of sequences; k1 in the reward, summed from each token to the end, is exact for that.
 
-Every estimator clamps d to ±20 before its formula: beyond that its value is constant and its
-gradient 0.
-"""
+Every estimator clamps d to ±20 before its formula: beyond it is constant, without gradient."""
 
 from __future__ import annotations
 
@@ -187,9 +185,8 @@ def adapt_entropy(
 
     Source: Skywork-OR1, arXiv:2505.22312; the bounds as in TRL.
     """
-    if entropy <= target:
-        return min(coefficient + delta, maximum)
-    return max(coefficient - delta, 0.0)
+    low = entropy <= target
+    return min(coefficient + delta, maximum) if low else max(coefficient - delta, 0.0)
 
 
 def _difference(log_prob_N: Tensor, other_log_prob_N: Tensor) -> Tensor:

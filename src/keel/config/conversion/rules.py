@@ -12,7 +12,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, Final
 
-from keel.config.conversion.preferences import trl_preference as trl_preference
+from keel.config.conversion.trl_losses import trl_correction as trl_correction
+from keel.config.conversion.trl_losses import trl_entropy as trl_entropy
+from keel.config.conversion.trl_losses import trl_masks as trl_masks
+from keel.config.conversion.trl_losses import trl_preference as trl_preference
 from keel.config.conversion.values import Foreign, is_number
 
 Keys = Iterator[tuple[str, Any]]
@@ -298,52 +301,6 @@ def stop_properly(c: Foreign) -> Keys:
         c.refuse(key, "OpenRLHF multiplies the penalty of length too")
     else:
         yield "rollout.truncated_factor", factor
-
-
-def trl_entropy(c: Foreign) -> Keys:
-    """The entropy bonus: its coefficient, or the rule that moves it."""
-    if not c["use_adaptive_entropy"]:
-        yield "algorithm.entropy", c["entropy_coef"]
-        return
-    if c["entropy_coef_min"]:
-        c.refuse("entropy_coef_min", "the lower bound of the coefficient is 0")
-    if c["entropy_coef"]:
-        c.refuse("entropy_coef", "TRL's first update goes without the bonus, Keel's has it")
-    names = {"target": "entropy_target", "delta": "entropy_coef_delta"}
-    yield "algorithm.entropy", {
-        **{name: c[key] for name, key in names.items()}, "maximum": c["entropy_coef_max"]
-    }  # fmt: skip
-
-
-def trl_masks(c: Foreign) -> Keys:
-    """Which tokens the surrogate keeps."""
-    masks: list[dict[str, Any]] = []
-    if c["top_entropy_quantile"] < 1 and (c["entropy_coef"] or c["use_adaptive_entropy"]):
-        c.refuse("top_entropy_quantile", "Keel's entropy bonus is a mean over all tokens")
-    elif c["top_entropy_quantile"] < 1:
-        masks.append({"kind": "top_entropy", "share": c["top_entropy_quantile"]})
-    if c["off_policy_mask_threshold"] is not None:
-        masks.append({"kind": "off_policy_sequences", "bound": c["off_policy_mask_threshold"]})
-    if masks:
-        yield "algorithm.masks", masks
-
-
-def trl_correction(c: Foreign) -> Keys:
-    """Importance weights for vLLM's log-probabilities."""
-    if not c["use_vllm"] or not c["vllm_importance_sampling_correction"]:
-        return
-    if c["loss_type"] == "vespo":
-        c.refuse("loss_type", "TRL takes vLLM's weights into the kernel of VESPO")
-        return
-    level, _, kind = c["vllm_importance_sampling_mode"].partition("_")
-    cap, floor = c["vllm_importance_sampling_clip_max"], c["vllm_importance_sampling_clip_min"]
-    yield "algorithm.corrections.kind", kind
-    yield "algorithm.corrections.level", level
-    yield "algorithm.corrections.cap", float(c["vllm_importance_sampling_cap"] or cap or 1e9)
-    if kind == "mask":
-        yield "algorithm.corrections.floor", float(floor or 0.0)
-    elif floor is not None:
-        c.refuse("vllm_importance_sampling_clip_min", "weights are cut from above only")
 
 
 # ---------------------------------------------------------------- verl
