@@ -50,7 +50,7 @@ def updated(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["gspo", "ppo+lora", "kl_cov", "real"])
+@pytest.mark.parametrize("case", ["gspo", "ppo+lora", "kl_cov", "real", "online_dpo"])
 def test_ranks_equal_one_process(tmp_path: Path, case: str) -> None:
     """Losses, norms of gradients and weights after ten steps of two updates, on ragged batches."""
     alone, weights = updated(tmp_path, case, 1)

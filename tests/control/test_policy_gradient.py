@@ -24,7 +24,7 @@ from keel.learn.batch import Estimates, TrainBatch
 from tests.control import stages, worlds
 from tests.control.worlds import Floats, Step
 
-REFUSED = {"remax", "grpo_process", "opd", "gdpo", "otb", "real"}
+REFUSED = {"remax", "grpo_process", "opd", "gdpo", "otb", "real", "online_dpo"}
 
 
 @contextmanager
