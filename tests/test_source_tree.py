@@ -66,7 +66,7 @@ def test_banned_words() -> None:
 KINDS = {
     "cispo": {"algorithms", "learn", "analysis"},
     "sapo": {"algorithms", "learn"},
-    **{kind: {"algorithms"} for kind in ("ppo", "fipo", "topr", "real", "kl_cov")},
+    **{kind: {"algorithms"} for kind in ("ppo", "fipo", "topr", "real", "kl_cov", "online_dpo")},
     **{kind: {"algorithms", "config"} for kind in ("vespo", "clip_cov")},
 }
 """Kinds of choices that share a word with a preset, and where they are looked up."""

@@ -21,6 +21,7 @@ REWARD = {"to": "reference", "where": "reward"}
 # Changes to the valid algorithm, a part of the reason, and a fix.
 CASES: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
     ({"surrogate": {"kind": "log_prob"}}, "has no ratio", {"ratio": "none"}),
+    ({"surrogate": {"kind": "online_dpo"}}, '"online_dpo" has no ratio', {"ratio": "none"}),
     ({"ratio": "none"}, "leaves it nothing", {"surrogate": {"kind": "log_prob"}}),
     (
         {"surrogate": {"kind": "geometric"}, "ratio": "sequence"},

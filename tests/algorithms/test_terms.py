@@ -45,6 +45,7 @@ def values(term: SurrogateTerm) -> torch.Tensor:
         outcome_S=torch.linspace(0.0, 3.0, 41, dtype=torch.float64),
         log_prob_N=log_ratio_N - 1,
         old_log_prob_N=torch.full_like(log_ratio_N, -1.0),
+        reference_log_prob_N=torch.linspace(-1, 0, 82, dtype=torch.float64),
         log_ratio_N=log_ratio_N,
         advantage_N=advantage_N,
     )

@@ -50,7 +50,9 @@ def updated(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["gspo", "ppo+lora", "kl_cov", "real", "gkd", "gigpo", EXACT])
+@pytest.mark.parametrize(
+    "case", ["gspo", "ppo+lora", "kl_cov", "real", "online_dpo", "gkd", "gigpo", EXACT]
+)
 def test_ranks_equal_one_process(tmp_path: Path, case: str) -> None:
     """Losses, norms of gradients and weights after ten steps of two updates, on ragged batches."""
     tolerance = 1e-10 if case == EXACT else TOLERANCE

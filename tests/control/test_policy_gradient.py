@@ -25,7 +25,7 @@ from keel.types import KeelError
 from tests.control import stages, worlds
 from tests.control.worlds import Floats, Step
 
-REFUSED = {"remax", "grpo_process", "opd", "gdpo", "otb", "real", "chord"}
+REFUSED = {"remax", "grpo_process", "opd", "gdpo", "otb", "real", "chord", "online_dpo"}
 REFUSED |= {"gigpo", "mt_grpo", "turn_ppo", "rae"}
 
 

@@ -15,6 +15,7 @@ from keel.algorithms.advantages import CustomAdvantage
 from keel.algorithms.corrections import MaskWeights, Truncate
 from keel.algorithms.group_advantages import GroupRelative
 from keel.algorithms.losses import Adaptive, AdaptiveEntropy, Divergence
+from keel.algorithms.presets import PRESETS
 from keel.algorithms.ratios import Weights
 from keel.algorithms.spec import Algorithm
 from keel.algorithms.surrogates import Clip, CustomSurrogate, Geometric
@@ -22,10 +23,11 @@ from keel.algorithms.weighted import Cispo
 from keel.learn.advantages import RolloutRewards, estimate
 from keel.learn.loss import adapted_beta, adapted_bonus, loss, prepare, with_bonus
 from keel.models.head import Scores
+from keel.objective import preference
 from keel.objective.group import group_relative
 from keel.objective.surrogates import clip
 from keel.types import KeelError
-from tests.learn.flat import Sample, blank, per_sequence, sample
+from tests.learn.flat import Sample, blank, gradient, per_sequence, sample
 
 LENGTHS, GROUPS = (5, 1, 9, 3), (0, 1, 0, 1)
 
@@ -135,6 +137,31 @@ def test_clip_fractions_count_ratios_outside_the_surrogates_edges(surrogate: Any
     assert above > 0
     assert float(metrics["clip_ratio/low_mean"]) == pytest.approx(float(below), rel=1e-12)
     assert float(metrics["clip_ratio/high_mean"]) == pytest.approx(float(above), rel=1e-12)
+
+
+def test_online_dpo_of_one_pair_is_the_loss_of_its_stage() -> None:
+    made = sample((4, 3), (0, 0), 1, shift=0.2)
+    chosen = PRESETS["online_dpo"].algorithm
+    for rewards in ((1.0, 0.0), (0.2, 0.7), (0.5, 0.5)):
+        outcome_N = torch.tensor(rewards, dtype=torch.float64).repeat_interleave(
+            made.batch.lengths_S
+        )
+        estimates = replace(made.estimates, outcome_N=outcome_N)
+        value, slope = gradient(chosen, replace(made, estimates=estimates), [[0, 1]])
+        leaf, reference_N = (
+            made.log_prob_N.clone().requires_grad_(),
+            made.batch.reference_log_prob_N,
+        )
+        assert reference_N is not None
+        first, second = (part.sum() for part in (leaf - reference_N).split([4, 3]))
+        gap = first - second if rewards[0] > rewards[1] else second - first
+        one = torch.ones(1, dtype=torch.float64)
+        wanted = preference.dpo(gap.view(1), one, beta=0.1, smoothing=0.0).sum()
+        if rewards[0] == rewards[1]:
+            wanted = 0 * wanted  # nothing is compared
+        torch.testing.assert_close(value, wanted.detach(), rtol=0, atol=1e-14)
+        expected = torch.autograd.grad(wanted, leaf)[0]
+        torch.testing.assert_close(slope[:7], expected, rtol=0, atol=1e-14)
 
 
 def test_entropy_bonus_lowers_the_loss_by_its_mean_over_tokens() -> None:

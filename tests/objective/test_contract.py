@@ -20,6 +20,7 @@ from keel.objective import (
     auxiliary,
     background,
     baselines,
+    contrasts,
     corrections,
     distillation,
     divergences,
@@ -260,11 +261,16 @@ EXAMPLES: dict[Function, Example] = {
     weighted.topr: example(
         {"log_ratio_N": n(1), **OWN, "outcome_S": s(4), "threshold": 0.0}, advantage_N=n(2),
         log_prob_N=n(3)),
-    surrogates.real_shares: example(
+    contrasts.real_shares: example(
         {"log_ratio_N": n(1), **OWN, "outcome_S": s(4), "groups_S": GROUPS, "threshold": 0.0,
          "temperature": 0.5}),
     # The gradient is that of its value only at what was prepared: left out of the gradient check.
-    surrogates.real: example(
+    contrasts.real: example(
+        {**OWN, "prepared_N": matrix(8, 2, 4), "advantage_N": n(2), "log_ratio_N": n(1)}),
+    contrasts.online_dpo_shares: example(
+        {"log_prob_N": n(1), "reference_log_prob_N": n(2), **OWN, "outcome_S": s(4),
+         "groups_S": GROUPS, "beta": 0.3}),
+    contrasts.online_dpo: example(
         {**OWN, "prepared_N": matrix(8, 2, 4), "advantage_N": n(2), "log_ratio_N": n(1)}),
     weighted.dro: example({**OWN, "beta": 0.3}, log_prob_N=n(3), **SURROGATE),
     surrogates.kimi: example({"log_ratio_N": n(1), **OWN, "tau": 0.2}, advantage_N=n(2)),

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from keel.objective import baselines, group, surrogates, weighted
+from keel.objective import baselines, contrasts, group, surrogates, weighted
 from tests.objective import loops
 
 RAGGED = st.lists(st.integers(1, 7), min_size=1, max_size=6)
@@ -102,11 +102,11 @@ def test_real_has_the_value_and_gradient_of_its_loss(lengths: list[int], seed: i
                 right = float(outcome_S[i]) > 0
                 sums[right] = sums[right] + ((-1 if right else 1) * part.mean() / 0.5).exp()
         total = total - sums[True].log() - sums[False].log()
-    shares = surrogates.real_shares(
+    shares = contrasts.real_shares(
         ratio_N, lengths_S, outcome_S, loops.ints(groups), threshold=0.0, temperature=0.5
     )
     own = ratio_N.clone().requires_grad_()
-    found_N = surrogates.real(
+    found_N = contrasts.real(
         own, advantage_N, lengths_S, prepared_N=shares.repeat_interleave(lengths_S, dim=0)
     )
     # Each token of a sequence holds the sequence's share.
@@ -114,6 +114,42 @@ def test_real_has_the_value_and_gradient_of_its_loss(lengths: list[int], seed: i
     loops.close(found.view(1), [float(total.detach())])
     if len(lengths) > 1:
         loops.close(torch.autograd.grad(found, own)[0], torch.autograd.grad(total, leaf)[0])
+
+
+@settings(max_examples=40, deadline=None)
+@given(lengths=RAGGED, seed=SEED)
+def test_online_dpo_has_the_value_and_gradient_of_its_loss(lengths: list[int], seed: int) -> None:
+    """Of the mean over the groups' completions, written out for autograd; rewards often tie, and
+    one answer has none."""
+    log_prob_N, reference_N, advantage_N, lengths_S = batch(lengths, seed)
+    rewards = [float(k) for k in (loops.random(len(lengths), seed + 3) > 0)]
+    rewards[0] = math.nan if seed % 2 else rewards[0]
+    groups = [5 - i // 3 for i in range(len(lengths))]
+    leaf = log_prob_N.clone().requires_grad_()
+    margins = (leaf - reference_N).split(lengths)
+    total = torch.zeros((), dtype=torch.float64)
+    for number in set(groups):
+        own = [i for i, g in enumerate(groups) if g == number and not math.isnan(rewards[i])]
+        if len({rewards[i] for i in own}) < 2:
+            continue
+        h = {i: margins[i].sum() for i in own}
+        order = sorted(own, key=lambda i: (-rewards[i], float(h[i].detach())))
+        best = order[0]
+        worst = max(own, key=lambda i: (-rewards[i], float(h[i].detach())))
+        total = total + len(own) * torch.nn.functional.logsigmoid(0.3 * (h[best] - h[worst]))
+    shares = contrasts.online_dpo_shares(
+        log_prob_N, reference_N, lengths_S, loops.tensor(rewards), loops.ints(groups), beta=0.3
+    )
+    own_N = log_prob_N.clone().requires_grad_()
+    found_N = contrasts.online_dpo(
+        own_N, advantage_N, lengths_S, prepared_N=shares.repeat_interleave(lengths_S, dim=0)
+    )
+    found = torch.stack([part.mean() for part in found_N.split(lengths)]).sum()
+    loops.close(found.view(1), [float(total.detach())])
+    wanted = torch.zeros_like(leaf)
+    if total.requires_grad:
+        wanted = torch.autograd.grad(total, leaf)[0]
+    loops.close(torch.autograd.grad(found, own_N)[0], wanted)
 
 
 # ---------------- advantages

@@ -129,7 +129,8 @@ class Algorithm(FrozenModel):
     def needs_reference(self) -> bool:
         """Whether a frozen reference policy must be in memory (β = 0 needs none)."""
         d = self.divergence
-        return d is not None and d.to == "reference" and d.active
+        held = d is not None and d.to == "reference" and d.active
+        return held or self.surrogate.reads_reference
 
     @property
     def needs_teacher(self) -> bool:

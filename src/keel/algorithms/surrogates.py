@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from keel.algorithms.signals import LossSignals
-    from keel.objective import masks, surrogates
+    from keel.objective import masks
 else:
-    masks, surrogates = Lazy("masks"), Lazy("surrogates")
+    masks = Lazy("masks")
 
 
 class SurrogateTerm(TermChoice):
@@ -62,6 +62,8 @@ class SurrogateTerm(TermChoice):
     """Whether it compares the completions of one prompt, which are then in one mini-batch."""
     reads_outcome: ClassVar[bool] = False
     """Whether it reads rewards."""
+    reads_reference: ClassVar[bool] = False
+    """Whether it reads the log-probabilities of the reference policy."""
     acts_on_policy: ClassVar[bool] = False
     """Whether its parameters matter where the ratio is 1."""
 
@@ -283,7 +285,32 @@ class KLCov(SurrogateTerm):
         return Description(shown, text)
 
 
-class Real(SurrogateTerm):
+class _OfGroup:
+    """What surrogates share that are a loss of a whole group: their numbers are made before it is
+    cut, by a function under the name of the kind and `_shares`."""
+
+    module: ClassVar[str] = "contrasts"
+    per_sequence: ClassVar[bool] = True
+    reads_groups: ClassVar[bool] = True
+    reads_outcome: ClassVar[bool] = True
+    acts_on_policy: ClassVar[bool] = True
+    reads: ClassVar[tuple[str, ...]] = KLCov.reads
+    reads_advantage: ClassVar[bool] = False
+    whole_batch: ClassVar[bool] = True
+    compares: ClassVar[tuple[str, ...]] = ("lengths_S", "outcome_S", "groups_S")
+    """The signals that the other function takes."""
+
+    def prepare(self: Any, signals: LossSignals) -> Tensor:
+        given = {name: signals.need(name) for name in self.compares}
+        function = getattr(Lazy(self.module), f"{self.kind}_shares")
+        shares: Tensor = function(**given, **SurrogateTerm._options(self))
+        return shares.repeat_interleave(signals.lengths_S, dim=0)
+
+    def _options(self) -> dict[str, Any]:
+        return {}
+
+
+class Real(_OfGroup, SurrogateTerm):
     """Rewards as labels: a classifier of right and wrong answers by their log-ratios."""
 
     kind: Literal["real"] = "real"
@@ -291,29 +318,8 @@ class Real(SurrogateTerm):
     """A completion is right if its reward is more than this."""
     temperature: Positive = 0.5
     source: ClassVar[str] = "arXiv:2602.05630"
-    per_sequence: ClassVar[bool] = True
-    reads_groups: ClassVar[bool] = True
-    reads_outcome: ClassVar[bool] = True
-    acts_on_policy: ClassVar[bool] = True
-    reads: ClassVar[tuple[str, ...]] = (*SurrogateTerm.reads, "prepared_N")
-    reads_advantage: ClassVar[bool] = False
-    whole_batch: ClassVar[bool] = True
     token_ratio: ClassVar[bool] = True
-
-    def prepare(self, signals: LossSignals) -> Tensor:
-        lengths_S = signals.lengths_S
-        shares = surrogates.real_shares(
-            signals.log_ratio_N,
-            lengths_S,
-            signals.need("outcome_S"),
-            signals.groups_S,
-            threshold=self.threshold,
-            temperature=self.temperature,
-        )
-        return shares.repeat_interleave(lengths_S, dim=0)
-
-    def _options(self) -> dict[str, Any]:
-        return {}
+    compares: ClassVar[tuple[str, ...]] = ("log_ratio_N", *_OfGroup.compares)
 
     def describe(self) -> Description:
         tau = number(self.temperature)
@@ -333,6 +339,38 @@ class Real(SurrogateTerm):
             ),
             text,
         )
+
+
+class OnlineDPO(_OfGroup, SurrogateTerm):
+    """DPO's loss of the best against the worst completion of a prompt."""
+
+    kind: Literal["online_dpo"] = "online_dpo"
+    beta: Positive = 0.1
+    source: ClassVar[str] = "arXiv:2402.04792; arXiv:2305.18290 eq. 7"
+    needs_ratio: ClassVar[bool] = False
+    reads_reference: ClassVar[bool] = True
+    compares: ClassVar[tuple[str, ...]] = (
+        "log_prob_N", "reference_log_prob_N", *_OfGroup.compares,
+    )  # fmt: skip
+
+    def describe(self) -> Description:
+        text = (
+            "Of a prompt's completions $c$ has the highest reward and $r$ the lowest; of several, "
+            "the pair that the policy has least right. Equal rewards teach nothing. No advantage "
+            "is in it."
+        )
+        margin = r"\sum_{t\in i} (\ell_t - \ell_{\mathrm{ref},t})"
+        sigmoid = rf"\log \sigma({number(self.beta)} (h_c - h_r))"
+        return Description((equation("s", sigmoid), equation("h_i", margin)), text)
+
+    def refusals(self, algorithm: Choices) -> Iterator[str]:
+        return without_ratio(self, algorithm)
+
+
+def without_ratio(term: SurrogateTerm, algorithm: Choices) -> Iterator[str]:
+    """Refuses a ratio for a surrogate of the log-probability itself."""
+    if algorithm.ratio != "none":
+        yield f'surrogate "{term.kind}" has no ratio: set ratio = "none", not "{algorithm.ratio}"'
 
 
 class CustomSurrogate(SurrogateTerm):

@@ -23,7 +23,7 @@ from keel.algorithms.losses import (
 from keel.algorithms.masks import BinaryKL, ClipCov, SecondMoment, TotalVariation
 from keel.algorithms.ratios import Weights
 from keel.algorithms.spec import Algorithm, Preset
-from keel.algorithms.surrogates import Clip, Fipo, KLCov, Real, Unclipped
+from keel.algorithms.surrogates import Clip, Fipo, KLCov, OnlineDPO, Real, Unclipped
 from keel.algorithms.terms import CHOICE
 from keel.algorithms.turn_advantages import GroupInGroup, RoleRelative, TurnGAE, TurnRelative
 from keel.algorithms.weighted import Cispo, LogProb, Topr, Vespo
@@ -121,6 +121,15 @@ VARIANTS: Final = (
         sources={
             "advantage": "none is read",
             "surrogate": f"arXiv:2602.05630, τ 0.5; right above 0: {CHOICE}",
+        },
+    ),
+    _variant(
+        "online_dpo", "Online DPO: the best of each group against the worst", "arXiv:2402.04792",
+        advantage=GroupRelative(scale="none"), ratio="none", surrogate=OnlineDPO(),
+        weights="sequence_mean",
+        sources={
+            "advantage": "none is read", "ratio": "none: the loss is of log-probabilities",
+            "surrogate": f"arXiv:2402.04792; β 0.1, and which two of a larger group: {CHOICE}",
         },
     ),
     _variant(

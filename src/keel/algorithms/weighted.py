@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from keel.algorithms.surrogates import SurrogateTerm
+from keel.algorithms.surrogates import SurrogateTerm, without_ratio
 from keel.algorithms.symbols import number
 from keel.algorithms.terms import Choices, Coefficient, Description, Positive, equation
 
@@ -25,8 +25,7 @@ class LogProb(SurrogateTerm):
         return Description((equation("s", r"A_n \ell_n"),), text)
 
     def refusals(self, algorithm: Choices) -> Iterator[str]:
-        if algorithm.ratio != "none":
-            yield f'surrogate "log_prob" has no ratio: set ratio = "none", not "{algorithm.ratio}"'
+        return without_ratio(self, algorithm)
 
 
 class Cispo(SurrogateTerm):

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from keel.objective.ratios import exponential
 from keel.objective.segments import (
-    Groups,
     continues,
     linear_recurrence,
     segment_mean,
@@ -127,58 +126,6 @@ def fipo(
     future_N = linear_recurrence(decay_N, log_ratio_N.detach())
     factor_N = exponential(future_N).clamp(floor, cap)
     return clip(log_ratio_N, factor_N * advantage_N, lengths_S, low=low, high=high)
-
-
-def real_shares(
-    log_ratio_N: Float[Tensor, " N"],
-    lengths_S: Int[Tensor, " S"],
-    outcome_S: Float[Tensor, " S"],
-    groups_S: Int[Tensor, " S"],
-    *,
-    threshold: float,
-    temperature: float,
-) -> Float[Tensor, " S 2"]:
-    """What the loss of a group is to each of its completions: its share of the value, and slope.
-
-        L_g = log(1 + Σ_{right} e^{−m_i/τ}) + log(1 + Σ_{wrong} e^{m_j/τ}),   m_i = mean_t log ρ_t
-        shares:  (L_g / G,  ∂L_g/∂m_i)
-
-    A completion is right if R_i > threshold; one without reward is in no sum.
-
-    Source: REAL, arXiv:2602.05630, τ = 0.5.
-    """
-    mean_S = segment_mean(log_ratio_N.detach(), lengths_S)
-    right_S, known_S = outcome_S > threshold, ~outcome_S.isnan()
-    slope_S = torch.where(right_S, -1.0, 1.0).to(mean_S) / temperature
-    score_S = torch.where(known_S, slope_S * mean_S, -torch.inf)
-    group, side, one_S = Groups.of(groups_S), Groups.of(2 * groups_S + right_S), known_S.to(mean_S)
-    top_S = side.max(score_S).clamp(min=0)
-    value_S = top_S + ((-top_S).exp() + side.sum((score_S - top_S).exp())).log()
-    # Each side once, whatever its size.
-    share_S = group.sum(one_S * value_S / side.sum(one_S).clamp(min=1)) / group.sum(one_S)
-    shares = torch.stack([share_S, slope_S * (score_S - value_S).exp()], dim=1)
-    return torch.where(known_S[:, None], shares, torch.zeros_like(shares))
-
-
-def real(
-    log_ratio_N: Float[Tensor, " N"],
-    advantage_N: Float[Tensor, " N"],
-    lengths_S: Int[Tensor, " S"],
-    *,
-    prepared_N: Float[Tensor, " N 2"],
-) -> Float[Tensor, " N"]:
-    """Rewards as labels: a classifier of right and wrong answers by their log-ratios.
-
-        s_n = −( L_g/G + ∂L_g/∂m_i · (m_i − sg[m_i]) ),   m_i = mean_t log ρ_t
-
-    with L_g as in `real_shares`, from the whole group: the value and the gradient of −L_g. No
-    advantage is in it.
-
-    Source: REAL, arXiv:2602.05630.
-    """
-    mean_N = spread(segment_mean(log_ratio_N, lengths_S), lengths_S, total=len(log_ratio_N))
-    value_N, slope_N = prepared_N.unbind(1)
-    return -(value_N + slope_N * (mean_N - mean_N.detach()))
 
 
 def kimi(
