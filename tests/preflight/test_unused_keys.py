@@ -102,6 +102,12 @@ algorithm=ppo rollout.group_size=1 rollout.length_penalty=0.1
 algorithm=opd model.dtype=bfloat16 teacher.name=a/b teacher.dtype=bfloat16
 algorithm=opd teacher.name=a/b teacher.weights=live
 algorithm=opd teacher.prompt=x teacher.rate=0.5
+algorithm=opd teacher.name=a/b teacher.requests=4
+algorithm=opd teacher.name=a/b teacher.timeout=9.0
+algorithm=opd teacher.name=a/b teacher.retries=1
+algorithm=opd teacher.name=a/b teacher.api_key_env=KEY
+algorithm=opd teacher.name=a/b teacher.url=http://a/v1 teacher.dtype=bfloat16
+algorithm=opd teacher.name=a/b teacher.url=http://a/v1 teacher.revision=main
 algorithm=opd teacher.prompt=x teacher.revision=main
 algorithm=ppo algorithm.advantage.adaptive_alpha=0.1 algorithm.advantage.lam=0.9
 algorithm=dr_grpo algorithm.advantage.epsilon=0.1

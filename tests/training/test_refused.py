@@ -16,6 +16,7 @@ from tests.training.small import save_teacher, small
 
 HERE = "tests.training.rewards"
 TEACHER = "teacher.name=a/b"
+SERVED = "teacher={name='a/b', url='http://a/v1'"
 BF16 = "rollout.dtype=bfloat16"
 AHEAD = "rollout.async_level=1"
 TRUNCATE = "algorithm.corrections.kind=truncate"
@@ -40,6 +41,19 @@ OF_OLDER_WEIGHTS = (
                 "teacher={weights='averaged', prompt='{answer}'}",
             ),
             "is kept in the place of the reference policy, which another term reads",
+        ),
+        (("algorithm=opd", "teacher={url='http://a/v1'}"), "set teacher.name to the name that it"),
+        (
+            ("algorithm=opd", f"{SERVED}, api_key_env='sk-1 2'}}"),
+            "teacher.api_key_env wants the NAME of an environment variable",
+        ),
+        (
+            ("algorithm=gkd", f"{SERVED}}}"),
+            'distillation.place = "loss" reads the vocabulary: set it to "advantage", or load',
+        ),
+        (
+            ("algorithm=opd", f"{SERVED}}}", "rollout.temperature=0.7"),
+            "the policy are at rollout.temperature = 0.7: set it to 1, or load the teacher",
         ),
         (("algorithm=grpo", TEACHER), 'reads no teacher: set algorithm = "opd", or'),
         (

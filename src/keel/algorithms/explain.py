@@ -332,12 +332,13 @@ def models(algorithm: Algorithm, setting: Setting) -> tuple[ModelUse, ...]:
     if algorithm.needs_teacher:
         what = {
             "model": "another model with the same tokenizer, frozen",
+            "server": "another model with the same tokenizer, on a server",
             "live": "the policy, with more in its prompt: no memory",
             "base": "the policy before the stage, with more in its prompt",
             "averaged": "a moving average of the policy, with more in its prompt",
         }[setting.teacher]
-        kept = setting.teacher == "model" or (setting.teacher != "live" and not setting.lora)
-        uses.append(ModelUse("teacher", what, loaded=kept))
+        nowhere = ("live", "server", *(("base", "averaged") if setting.lora else ()))
+        uses.append(ModelUse("teacher", what, loaded=setting.teacher not in nowhere))
     if setting.reward == "model":
         uses.append(ModelUse("reward", "a reward model, frozen", loaded=True))
     elif algorithm.needs_reward:

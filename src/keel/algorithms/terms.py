@@ -241,7 +241,7 @@ class Setting:
     old_log_probs: Literal["trainer", "engine"] = "trainer"
     reference_reset_every: int | None = None
     reference_measured: bool = False
-    teacher: Literal["model", "live", "base", "averaged"] = "model"
+    teacher: Literal["model", "server", "live", "base", "averaged"] = "model"
 
     @property
     def step_sequences(self) -> int | None:

@@ -13,7 +13,7 @@ from pydantic import (
 )
 
 from keel.algorithms.terms import AsTuple, FrozenModel, Positive, Share, Unit, UnusedIf
-from keel.config.fields import Depth, Seconds, Tokens, Width, Words
+from keel.config.fields import Count, Depth, Seconds, Tokens, Width, Words
 from keel.config.secrets import wrong_key_name
 
 NO_CONVERSATION = UnusedIf(
@@ -192,6 +192,8 @@ class Model(FrozenModel):
 
 _ANOTHER = UnusedIf(lambda key: key.table.name is not None, "teacher.name is another model")
 _OWN = UnusedIf(lambda key: key.table.name is None, "the teacher is the policy itself")
+_SERVED = UnusedIf(lambda key: key.table.url is not None, "the server has loaded the teacher")
+_NO_SERVER = UnusedIf(lambda key: key.table.url is None, "teacher.url is not set")
 _NOT_AVERAGED = UnusedIf(lambda key: not key.table.averaged, "the teacher is not an average")
 
 
@@ -200,7 +202,19 @@ class TeacherModel(FrozenModel):
 
     name: str | None = None
     """Folder or hub name of a causal language model with the policy's tokenizer; None: the policy,
-    with a `prompt` of its own."""
+    with a `prompt` of its own. With `url`, its name on the server."""
+    url: str | None = None
+    """Base address of a vLLM server that scores the completions, such as http://localhost:8001/v1:
+    no teacher is loaded, and `distillation.place` is "advantage"."""
+    api_key_env: Annotated[str | None, _NO_SERVER] = None
+    """Name of the environment variable whose value is sent as a bearer token."""
+    timeout: Annotated[Seconds, _NO_SERVER] = 120.0
+    """Seconds for one request, which has one completion."""
+    retries: Annotated[int, Field(ge=0, le=100), _NO_SERVER] = 5
+    """How often a request is sent again that got no answer, or a status of 408, 425, 429 or 500 and
+    above."""
+    requests: Annotated[Count, _NO_SERVER] = 32
+    """Requests at once at the most."""
     weights: Annotated[Literal["live", "base", "averaged"], _ANOTHER] = "base"
     """The policy's own: as they are, as they were before the stage, or their moving average."""
     rate: Annotated[Share, _NOT_AVERAGED] = 0.05
@@ -208,10 +222,15 @@ class TeacherModel(FrozenModel):
     prompt: str | None = None
     """What the teacher reads for the text of the prompt (of its last message): columns of the
     prompt, and of the completion if a program returned some, in braces."""
-    revision: Annotated[str | None, _OWN] = None
+    revision: Annotated[str | None, _OWN, _SERVED] = None
     """Branch, tag or commit on the hub."""
-    dtype: Annotated[Literal["model", "bfloat16"], SAME_DTYPE, _OWN] = "model"
+    dtype: Annotated[Literal["model", "bfloat16"], SAME_DTYPE, _OWN, _SERVED] = "model"
     """Of its weights; `model` is `model.dtype`."""
+
+    @property
+    def where(self) -> Literal["model", "server", "live", "base", "averaged"]:
+        """Whether it is a model that is loaded, one on a server, or the policy itself, and how."""
+        return "server" if self.url else "model" if self.name else self.weights
 
     @property
     def averaged(self) -> bool:
@@ -225,6 +244,13 @@ class TeacherModel(FrozenModel):
 
     @model_validator(mode="after")
     def _differs(self) -> TeacherModel:
+        if self.url is not None and self.name is None:
+            raise ValueError(
+                f"teacher.url = {self.url!r} is a server, which may have several models: set "
+                "teacher.name to the name that it has there"
+            )
+        if self.api_key_env is not None and (reason := wrong_key_name(self.api_key_env)):
+            raise ValueError(f"teacher.{reason}")
         if self.name is None and self.prompt is None:
             raise ValueError(
                 "the teacher is the policy itself and reads the same prompt: set teacher.prompt to "

@@ -225,6 +225,8 @@ class RolloutStage(StageConfig):
                 f'teacher.name = "{self.teacher.name}" is set, but the algorithm reads no teacher: '
                 'set algorithm = "opd", or teacher = "none"'
             )
+        if self.teacher is not None and self.teacher.url is not None:
+            self._check_served(self.teacher.url)
         others = [term.kind for term in self.algorithm.auxiliary if term.of != "completions"]
         shown = self.teacher is not None and self.teacher.prompt is not None
         if others and shown and self.algorithm.loss_distillation is not None:
@@ -239,6 +241,21 @@ class RolloutStage(StageConfig):
                 'another term reads or resets: set teacher.weights = "live", or divergence = "none"'
             )
         return self
+
+    def _check_served(self, url: str) -> None:
+        """What a server's log-probabilities are not enough for."""
+        if self.algorithm.loss_distillation is not None:
+            raise ValueError(
+                f"teacher.url = {url!r} gives log-probabilities of sampled tokens, and "
+                'distillation.place = "loss" reads the vocabulary: set it to "advantage", or load '
+                "the teacher (leave out teacher.url)"
+            )
+        if self.rollout.temperature != 1:
+            raise ValueError(
+                f"teacher.url = {url!r} gives log-probabilities at temperature 1, and those of the "
+                f"policy are at rollout.temperature = {self.rollout.temperature:g}: set it to 1, "
+                "or load the teacher (leave out teacher.url)"
+            )
 
     @model_validator(mode="after")
     def _demonstrations_are_read(self) -> RolloutStage:
@@ -385,7 +402,7 @@ class RolloutStage(StageConfig):
             old_log_probs=rollout.old_log_probs,
             reference_reset_every=self.reference.reset_every,
             reference_measured=self.reference.measured,
-            teacher="model" if self.teacher is None or self.teacher.name else self.teacher.weights,
+            teacher="model" if self.teacher is None else self.teacher.where,
         )
         return explain_algorithm(self.algorithm, preset=self.algorithm.preset, context=setting)
 

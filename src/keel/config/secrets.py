@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar, cast
 
+from keel.types import KeelError
+
 T = TypeVar("T")
 
 NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
@@ -78,6 +80,14 @@ def _values(data: Any, where: str, key: str) -> Iterator[tuple[str, str, str]]:
             yield from _values(value, f"{where}.{at}".lstrip("."), key)
     elif isinstance(data, str):
         yield where, key, data
+
+
+def variable(key: str, name: str | None) -> str:
+    """The value of the environment variable that `key` names; KeelError if it is not set."""
+    value = os.environ.get(name or "")
+    if not value:
+        raise KeelError(f"{key}: the environment variable {name!r} is not set")
+    return value
 
 
 def wrong_key_name(name: str, key: str = "api_key_env") -> str | None:

@@ -183,7 +183,7 @@ def check_teacher(choice: TeacherModel, policy: Policy, spec: Model, longest: in
     Raises KeelError where they do not load, where a token of the policy has another id or none in
     its tokenizer, or where its vocabulary or its context is too small.
     """
-    if choice.name is None:
+    if choice.name is None or choice.url is not None:
         return
     own, where = teacher_spec(choice, spec), f"teacher.name = {choice.name!r}"
     with naming_key("teacher.name"):

@@ -12,6 +12,11 @@ import httpx2
 from keel.platform.calls import LoopThread
 
 T = TypeVar("T")
+BUSY = (408, 425, 429)
+"""Statuses that are tried again, as all from 500 on are."""
+FIRST_WAIT, LONGEST_WAIT = 0.25, 8.0
+SHOWN = 200
+"""Characters of a server's message that an error repeats."""
 NONE_KEPT = httpx2.Limits(max_keepalive_connections=0)
 """A connection for each request, so that a client that is dropped leaves none open."""
 
@@ -60,6 +65,38 @@ async def exchange_json(
     in the caller's event loop. Raises ConnectionError, or TimeoutError."""
     async with httpx2.AsyncClient(limits=NONE_KEPT, timeout=None) as client:
         return await _sent(client.post(url, json=body, headers=headers), seconds)
+
+
+async def answer_to(
+    url: str, body: Any, seconds: float, retries: int, headers: Mapping[str, str] | None = None
+) -> bytes:
+    """The content of the answer to a POST, after as many requests as it takes.
+
+    Raises ConnectionError, with what came in its place, if there is none or one that refuses.
+    """
+    wait = FIRST_WAIT
+    for left in range(retries, -1, -1):
+        try:
+            status, content = await exchange_json(url, body, seconds, headers)
+        except TimeoutError:
+            why = f"did not answer within {seconds:g} s"
+        except ConnectionError as error:
+            why = f"cannot be reached ({error})"
+        else:
+            if 200 <= status < 300:
+                return content
+            why = f"answered with status {status}: {shown(content)}"
+            if status < 500 and status not in BUSY:
+                raise ConnectionError(why)
+        if left:
+            await asyncio.sleep(wait)
+            wait = min(2 * wait, LONGEST_WAIT)
+    raise ConnectionError(f"{why} ({retries + 1} requests)")
+
+
+def shown(content: bytes) -> str:
+    """The beginning of what a server sent, on one line, for a message."""
+    return repr(" ".join(content.decode(errors="replace").split())[:SHOWN])
 
 
 async def _sent(request: Coroutine[Any, Any, httpx2.Response], seconds: float) -> tuple[int, bytes]:

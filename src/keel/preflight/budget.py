@@ -126,7 +126,7 @@ def _extra(recipe: Recipe, stage: Stage, policy: PreTrainedModel) -> float:
             adapted=0 if lora is None else adapted(policy, lora),
         ).weights  # fmt: skip
     teacher = None if stage.sampling is None else stage.sampling.teacher
-    if teacher is not None and teacher.name is not None:
+    if teacher is not None and teacher.name is not None and teacher.url is None:
         width = BYTES[spec.dtype] if teacher.dtype == "model" else BYTES[teacher.dtype]
         extra += width * shape_of(_named(spec, teacher.name, teacher.revision)).parameters
     return extra

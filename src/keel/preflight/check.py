@@ -25,6 +25,7 @@ from keel.config.schema import Recipe
 from keel.engines.compiled import is_llama_like
 from keel.learn.advantages import check_entries
 from keel.learn.optimizer import trainable
+from keel.learn.teacher_server import served_teacher
 from keel.models.chat import ChatEncoder
 from keel.models.kernels import fingerprint
 from keel.models.policy import (
@@ -321,7 +322,8 @@ def _check_objective(context: StageContext, plan: SamplingPlan) -> None:
     if sampling.teacher is not None and sampling.teacher.name is not None:
         with context.stops("as its teacher is made", f"{prefix}teacher.name"):
             longest = longest_sequence(sampling, context.policy)
-            load_teacher(sampling.teacher, context.policy, recipe.model, longest)
+            if served_teacher(sampling.teacher, context.policy) is None:
+                load_teacher(sampling.teacher, context.policy, recipe.model, longest)
 
 
 def check_model(recipe: Recipe, policy: Policy) -> Iterator[Finding]:

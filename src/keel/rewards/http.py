@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -12,16 +11,11 @@ from pydantic import Field, model_validator
 
 from keel.algorithms.terms import FrozenModel
 from keel.config.fields import Count, Seconds
-from keel.platform.http import check_url, exchange_json
+from keel.config.secrets import variable
+from keel.platform.http import answer_to, check_url, shown
 from keel.rewards.registry import RESERVED, RewardContext
 from keel.runs.values import plain
 from keel.types import KeelError
-
-BUSY = (408, 425, 429)
-"""Statuses that are tried again, as all from 500 on are."""
-FIRST_WAIT, LONGEST_WAIT = 0.25, 8.0
-SHOWN = 200
-"""Characters of a server's message that an error repeats."""
 
 
 class HttpOptions(FrozenModel):
@@ -54,20 +48,13 @@ def http(context: RewardContext, options: HttpOptions) -> HttpReward:
 
     Raises KeelError for a variable that is not set, or a wrong address.
     """
-    url = options.url or _variable("url_env", options.url_env)
+    url = options.url or variable("url_env", options.url_env)
     try:
         check_url(url)
     except ValueError as error:
         raise KeelError(f"{_where(options)} is not a valid address: {error}") from None
-    key = options.api_key_env and _variable("api_key_env", options.api_key_env)
+    key = options.api_key_env and variable("api_key_env", options.api_key_env)
     return HttpReward(url, options, {"Authorization": f"Bearer {key}"} if key else {})
-
-
-def _variable(option: str, name: str | None) -> str:
-    value = os.environ.get(name or "")
-    if not value:
-        raise KeelError(f"{option}: the environment variable {name!r} is not set")
-    return value
 
 
 def _where(options: HttpOptions) -> str:
@@ -96,44 +83,21 @@ class HttpReward:
         return [reward for rewards in found for reward in rewards]
 
     async def _rewards(self, part: dict[str, Any]) -> list[Any]:
-        content, wanted = await self._sent(plain(part)), len(part["completions"])
+        options, wanted = self._options, len(part["completions"])
+        try:
+            content = await answer_to(
+                self._url, plain(part), options.timeout, options.retries, self._headers
+            )
+        except ConnectionError as error:
+            raise self._wrong(str(error)) from None
         try:
             rewards = json.loads(content)["rewards"]
         except (ValueError, KeyError, TypeError):
-            raise self._wrong(
-                f'did not answer {{"rewards": [...]}} but {_shown(content)}'
-            ) from None
+            raise self._wrong(f'did not answer {{"rewards": [...]}} but {shown(content)}') from None
         if not isinstance(rewards, list) or len(rewards) != wanted:
             count = len(rewards) if isinstance(rewards, list) else "no list of"
             raise self._wrong(f"returned {count} rewards for {wanted} completions")
         return rewards
 
-    async def _sent(self, body: Any) -> bytes:
-        """The content of the answer, after as many requests as it takes."""
-        options, wait = self._options, FIRST_WAIT
-        for left in range(options.retries, -1, -1):
-            try:
-                status, content = await exchange_json(
-                    self._url, body, options.timeout, self._headers
-                )
-            except TimeoutError:
-                why = f"did not answer within {options.timeout:g} s"
-            except ConnectionError as error:
-                why = f"cannot be reached ({error})"
-            else:
-                if 200 <= status < 300:
-                    return content
-                why = f"answered with status {status}: {_shown(content)}"
-                if status < 500 and status not in BUSY:
-                    raise self._wrong(why)
-            if left:
-                await asyncio.sleep(wait)
-                wait = min(2 * wait, LONGEST_WAIT)
-        raise self._wrong(f"{why} ({options.retries + 1} requests)")
-
     def _wrong(self, why: str) -> KeelError:
         return KeelError(f"{_where(self._options)} {why}: fix the server, or change the options")
-
-
-def _shown(content: bytes) -> str:
-    return repr(" ".join(content.decode(errors="replace").split())[:SHOWN])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
@@ -34,6 +34,7 @@ from keel.learn.loss import (
 )
 from keel.learn.memory import LESS, oom_context
 from keel.learn.optimizer import Cause, NotFinite, learning_rate
+from keel.learn.teacher_server import TeacherServer
 from keel.models.chat import teacher_groups
 from keel.objective import corrections, divergences, ratios
 from keel.objective.segments import segment_sum
@@ -110,6 +111,8 @@ class RLLoop(Loop):
     evaluators: Evaluators | None = None
     teacher_prompt: str | None = None
     """The template of what the teacher reads, if that is not the prompt."""
+    teacher: TeacherServer | None = None
+    """The teacher, if a server has it."""
     seed: int
 
     @property
@@ -243,14 +246,16 @@ def score(loop: RLLoop, rollouts: Rollouts) -> Batch:
         batch = replace(batch, taught=from_groups(taught, learner.device))
     if config.old_log_probs == "engine":
         batch = replace(batch, old_log_prob_N=batch.engine_log_prob_N)
-    return learner.score(
-        batch,
-        old=config.score_old,
-        reference=config.score_reference,
-        entropy=config.score_entropy,
-        squares=config.score_squares,
-        teacher=config.score_teacher,
-    )
+    with loop.teacher.scoring(batch.taught or batch) if loop.teacher else nullcontext() as found:
+        scored = learner.score(
+            batch,
+            old=config.score_old,
+            reference=config.score_reference,
+            entropy=config.score_entropy,
+            squares=config.score_squares,
+            teacher=config.score_teacher,
+        )
+        return scored if found is None else replace(scored, teacher_log_prob_N=found())
 
 
 def update_models(

@@ -30,6 +30,7 @@ from keel.learn.learner import Learner
 from keel.learn.memory import TokenBudget
 from keel.learn.optimizer import WeightOptimizer, trainable
 from keel.learn.ranks import Ranks
+from keel.learn.teacher_server import served_teacher
 from keel.models.families import uses_autocast
 from keel.models.head import ValueHead
 from keel.models.loading import describe_model
@@ -158,7 +159,7 @@ def build_learner(
     if reference is not None and reference.model is not policy.model:
         spread(reference.model, reference.autocast)
     teacher: FrozenPolicy | None = reference
-    if stage.teacher is None:
+    if stage.teacher is None or stage.teacher.url is not None:
         teacher = None
     elif stage.teacher.name is not None:
         longest = longest_sequence(stage.sampling, policy)
@@ -301,6 +302,7 @@ def build_loop(
         sampler=sampler,
         prefetcher=build_prefetcher(stage, sampler, run.resume_from),
         teacher_prompt=None if stage.teacher is None else stage.teacher.prompt,
+        teacher=None if stage.samples_only else served_teacher(stage.teacher, policy),
         seed=seed,
     )
 

@@ -24,6 +24,7 @@ from keel.data.splits import KINDS
 from keel.engines.registry import capabilities_of, check_engine, check_requests
 from keel.learn.memory import LESS, oom_context
 from keel.learn.optimizer import check_optimizer
+from keel.learn.teacher_server import served_teacher
 from keel.models.kernels import fingerprint
 from keel.models.loading import describe_model, read_config
 from keel.models.policy import (
@@ -314,6 +315,7 @@ def validate_later_stages(recipe: Recipe, policy: Policy, current: int) -> None:
                 if (teacher := stage.sampling.teacher) is not None:
                     longest = longest_sequence(stage.sampling, policy)
                     check_teacher(teacher, policy, recipe.model, longest)
+                    served_teacher(teacher, policy)
         data, records = stage.preference_data, stage.records
         # The records of a Python function may be expensive to make.
         if data is not None and records is not None and data.name in KINDS:
