@@ -288,15 +288,11 @@ def trl_divergence(c: Foreign) -> Keys:
 
 def stop_properly(c: Foreign) -> Keys:
     """OpenRLHF's factor of the reward of completions that were cut."""
-    factor, key = c["stop_properly_penalty_coef"], "stop_properly_penalty_coef"
-    if factor is None:
-        return
-    if factor < 0:
-        c.refuse(key, "below 0 it replaces the reward, and Keel's factor multiplies it")
-    elif c["overlong_buffer_len"]:
-        c.refuse(key, "OpenRLHF multiplies the penalty of length too")
-    else:
-        yield "rollout.truncated_factor", factor
+    key = "stop_properly_penalty_coef"
+    if c[key] is not None and (c[key] < 0 or c["overlong_buffer_len"]):
+        c.refuse(key, "Keel's factor is at least 0, and of the reward without penalties of length")
+    elif c[key] is not None:
+        yield "rollout.truncated_factor", c[key]
 
 
 def trl_entropy(c: Foreign) -> Keys:
@@ -304,14 +300,11 @@ def trl_entropy(c: Foreign) -> Keys:
     if not c["use_adaptive_entropy"]:
         yield "algorithm.entropy", c["entropy_coef"]
         return
-    if c["entropy_coef_min"]:
-        c.refuse("entropy_coef_min", "the lower bound of the coefficient is 0")
-    if c["entropy_coef"]:
-        c.refuse("entropy_coef", "TRL's first update goes without the bonus, Keel's has it")
-    names = {"target": "entropy_target", "delta": "entropy_coef_delta"}
-    yield "algorithm.entropy", {
-        **{name: c[key] for name, key in names.items()}, "maximum": c["entropy_coef_max"]
-    }  # fmt: skip
+    for key in ("entropy_coef_min", "entropy_coef"):
+        if c[key]:
+            c.refuse(key, "0 is the lower bound, and as a start the one where both do the same")
+    names = {"target": "target", "delta": "coef_delta", "maximum": "coef_max"}
+    yield "algorithm.entropy", {name: c[f"entropy_{key}"] for name, key in names.items()}
 
 
 def trl_masks(c: Foreign) -> Keys:
