@@ -84,6 +84,7 @@ cluster.rollout_workers=3
 cluster.deadline=30
 rollout.max_turns=3
 rollout.stored=runs/a
+rollout.engine=stored rollout.stored=runs/a rollout.curriculum.low=0.2
 model.lora.adapter=a/b model.lora.rank=4
 rollout.program=mine.py:run rollout.max_turns=3
 rollout.reply_role=tool

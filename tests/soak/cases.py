@@ -41,6 +41,13 @@ COMPOSED = (
 SPOILED = "algorithm.surrogate={kind='custom', function='tests.soak.cases:spoiled'}"
 FAST_RATE = "optimizer.learning_rate=1e-2"
 LORA = "model.lora.rank=4"
+FEW = (
+    "tasks=[{name='tests.soak.cases:few'}]",
+    "rewards.functions=[{function='tests.training.rewards:records_now_and_then'}]",
+    "rollout.curriculum={low=0.3, high=0.6, revisit=2}",
+    "evaluation.prompts=0",
+    "steps=5",
+)
 AHEAD = ("rollout.async_level=1", "algorithm.corrections.kind=truncate")
 
 
@@ -95,6 +102,10 @@ LOOPS: dict[str, tuple[Make, Shows]] = {
         *("minibatches=2", "algorithm.entropy={target=2.0, delta=0.01, coefficient=0.005}"),
         *("steps=4", FAST_RATE),
         shows=_varies("entropy/coefficient"),
+    ),
+    "curriculum": _rl(*FEW, shows=lambda run: max(_column(run, "prompts/passed_over")) > 0),
+    "curriculum-ahead": _rl(
+        *FEW, *AHEAD, shows=lambda run: max(_column(run, "prompts/passed_over")) > 0
     ),
     "dynamic": _rl(
         "algorithm=dapo",
@@ -444,6 +455,11 @@ class Echo(BaseTask):
 
     def reply(self, prompt: Prompt, text: str) -> str | None:
         return "9>"
+
+
+def few() -> list[dict[str, str]]:
+    """Prompts that come again soon."""
+    return [{"prompt": f"{9 - i}{i}>", "answer": f"{i}{9 - i}"} for i in range(10)]
 
 
 def echo() -> Echo:

@@ -39,6 +39,16 @@ def test_adaptive_bonus_that_stays_is_the_fixed_one(tmp_path: Path) -> None:
     assert rows == fixed
 
 
+def test_curriculum_of_an_infinite_window_is_none(tmp_path: Path) -> None:
+    common = (DENSE, "steps=3")
+    plain = metrics(run(tmp_path / "a", *common))
+    rows = metrics(run(tmp_path / "b", *common, "rollout.curriculum={low=0.0, high=1.0}"))
+    for row in rows:
+        assert row.pop("prompts/passed_over") == 0
+        assert row.pop("prompts/in_window") == 1
+    assert rows == plain
+
+
 def test_preset_minibatches_are_at_most_the_completions() -> None:
     assert rl("algorithm=dapo").minibatches == 16
     small = ("rollout.prompts_per_step=2", "rollout.group_size=2")

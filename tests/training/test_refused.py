@@ -76,6 +76,11 @@ OF_OLDER_WEIGHTS = (
             (("algorithm=maxrl", f"rollout.{key}=1"), f"makes negative: set rollout.{key} = 0")
             for key in ("overlong_buffer", "length_penalty")
         ),
+        (("rollout.curriculum={low=0.5, high=0.4}",), "curriculum.low = 0.5 is above high = 0.4"),
+        (
+            ("rollout.async_level=2", TRUNCATE, "rollout.curriculum={}"),
+            "rollout.curriculum, by which a step decides which prompts are left for the next",
+        ),
         ((AHEAD,), OF_OLDER_WEIGHTS),
         ((AHEAD, TRUNCATE, FROM_ENGINE), OF_OLDER_WEIGHTS),
         ((AHEAD, FROM_ENGINE), OF_OLDER_WEIGHTS),

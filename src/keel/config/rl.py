@@ -158,6 +158,11 @@ class RolloutStage(StageConfig):
                 "rollout.dynamic_sampling drops groups by their rewards: set "
                 "rollout.dynamic_sampling = false"
             )
+        if r.curriculum is not None and r.curriculum.low > r.curriculum.high:
+            raise ValueError(
+                f"rollout.curriculum.low = {r.curriculum.low} is above high = {r.curriculum.high}: "
+                "no prompt would fit"
+            )
         if r.async_level and (not self.algorithm.weighs or r.old_log_probs == "engine"):
             raise ValueError(
                 f"rollout.async_level = {r.async_level} trains on rollouts of older weights: set "
@@ -435,11 +440,12 @@ class RolloutStage(StageConfig):
             )
         if cluster.processes > 1:
             self._check_sharded(model)
-        if self.rollout.async_level > 1 and self.rollout.dynamic_sampling:
+        decides = "dynamic_sampling" if self.rollout.dynamic_sampling else "curriculum"
+        if self.rollout.async_level > 1 and self.rollout.in_order:
             raise ValueError(
                 f"{self.name}.rollout.async_level = {self.rollout.async_level} does not go with "
-                "rollout.dynamic_sampling, by which a step decides which prompts are left for "
-                "the next: set rollout.async_level = 1"
+                f"rollout.{decides}, by which a step decides which prompts are left for the next: "
+                "set rollout.async_level = 1"
             )
 
     def _check_sharded(self, model: Model) -> None:

@@ -305,6 +305,9 @@ _MANY_TURNS = UnusedIf(
     lambda key: key.table.max_turns > 1, "with several turns rewards are called after sampling"
 )
 _OTHER_ENGINE = UnusedIf(lambda key: key.table.server is not key.value, "another engine samples")
+_REPLAYED = UnusedIf(
+    lambda key: key.table.replayed is not None, "the stored run has chosen its prompts"
+)
 _NOT_STORED = UnusedIf(lambda key: key.table.replayed is None, "the engine samples")
 _ON_CPU = UnusedIf(lambda key: key.facts.cpu, "the model is on a CPU")
 _RUNS_ALREADY = UnusedIf(lambda key: key.table.url is not None, "rollout.vllm.url is set")
@@ -355,6 +358,21 @@ class VllmServer(FrozenModel):
         return os.path.abspath(os.path.expanduser(name)) if name and "/" in name else name
 
 
+class Curriculum(FrozenModel):
+    """Which prompts are asked: unseen ones, and those of a moving pass rate within a window."""
+
+    low: Unit = 0.1
+    """Least pass rate of a prompt."""
+    high: Unit = 0.9
+    """Highest pass rate of a prompt."""
+    threshold: Real = 0.0
+    """A completion is right if its reward (without length penalty) is more than this."""
+    decay: Unit = 0.5
+    """Weight of the past in the moving average of the pass rate."""
+    revisit: Count = 4
+    """A prompt outside the window is asked at every n-th time that it comes."""
+
+
 class Rollout(FrozenModel):
     """How completions are sampled."""
 
@@ -387,6 +405,8 @@ class Rollout(FrozenModel):
     set."""
     max_refills: Annotated[Count, _NO_REFILLS] = 10
     """How often a step samples again for dropped groups."""
+    curriculum: Annotated[Curriculum | None, _REPLAYED] = None
+    """Choose prompts by their pass rate."""
     mask_truncated: bool = False
     """Leave completions that reach `max_tokens` out of the loss. The weights of the others do not
     change."""
@@ -433,6 +453,11 @@ class Rollout(FrozenModel):
     `cluster.ray` or another engine that keeps earlier weights."""
     vllm: Annotated[VllmServer, _OTHER_ENGINE] = VllmServer()
     """The vLLM server."""
+
+    @property
+    def in_order(self) -> bool:
+        """Whether a step decides which prompts are left for the next."""
+        return self.dynamic_sampling or self.curriculum is not None
 
     @property
     def server(self) -> VllmServer | None:

@@ -305,18 +305,25 @@ def overlong_penalty(length: int, max_tokens: int, cache: int) -> float:
     return 0.0 if over <= 0 else -1.0 if over >= cache else -over / cache
 
 
-def relative_length_penalty(
-    lengths: Sequence[int], rewards: Sequence[float], weight: float
+def relative_length_penalties(
+    lengths: Sequence[int], rewards: Sequence[float | None], groups: Sequence[int], weight: float
 ) -> list[float]:
-    """What the answers to one prompt get for their lengths: −β max(p, 1/K) L_i / mean(L).
+    """What answers get for their lengths against those to the same prompt.
 
-    p is the share of the K answers that are right (a reward above 0): where the prompt is easy,
-    length costs more. ALP, arXiv 2506.05256, with lengths over the group's mean, as in GR3 (arXiv
-    2603.10535), for lengths in tokens.
+    −β max(p, 1/K) L_i / mean(L) over the K answers of the prompt that have a reward; p is the share
+    of rewards above 0: where the prompt is easy, length costs more. ALP, arXiv 2506.05256, with
+    lengths over the group's mean, as in GR3 (arXiv 2603.10535), for lengths in tokens.
     """
-    count, mean = len(lengths), sum(lengths) / max(len(lengths), 1)
-    solved = max(sum(reward > 0 for reward in rewards), 1) / max(count, 1)
-    return [-weight * solved * length / max(mean, 1e-9) for length in lengths]
+    factors: dict[int, float] = {}
+    for group in set(groups):
+        known = [
+            (length, reward > 0)
+            for length, reward, g in zip(lengths, rewards, groups, strict=True)
+            if g == group and reward is not None
+        ]
+        right = max(sum(is_right for _, is_right in known), 1)
+        factors[group] = right / max(sum(length for length, _ in known), 1)  # p / mean(L)
+    return [-weight * factors[g] * length for g, length in zip(groups, lengths, strict=True)]
 
 
 BUILT_IN: dict[str, Callable[..., Any]] = {

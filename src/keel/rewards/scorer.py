@@ -24,7 +24,7 @@ from keel.platform.calls import LoopThread
 from keel.rewards.calls import Overlap, RewardBatch, StepCalls, column_names, without_stop
 from keel.rewards.outputs import RewardOutput, join_logs
 from keel.rewards.registry import MADE, RESERVED, TASK, NamedReward, load_reward
-from keel.rewards.rules import overlong_penalty, relative_length_penalty
+from keel.rewards.rules import overlong_penalty, relative_length_penalties
 from keel.types import Completion, Group, KeelError, Prompt, RewardResult, Step, Task
 
 
@@ -151,29 +151,22 @@ class Scorer:
     ) -> list[RewardResult]:
         """The results with the factor and the penalties of length."""
         lengths = [int(one.written.sum()) for one in completions]
-        penalties: dict[str, dict[int, float]] = {}
+        penalties: dict[str, list[float]] = {}
         if self.overlong_buffer:
             limits = self.max_tokens, self.overlong_buffer
-            found = [overlong_penalty(length, *limits) for length in lengths]
-            penalties[OVERLONG] = dict(enumerate(found))
+            penalties[OVERLONG] = [overlong_penalty(length, *limits) for length in lengths]
         if self.length_penalty:
-            penalties[RELATIVE] = {}
-            for group in set(groups):
-                rewards = {
-                    at: reward
-                    for at, (g, result) in enumerate(zip(groups, results, strict=True))
-                    if g == group and (reward := result.reward) is not None
-                }
-                own = [lengths[at] for at in rewards]
-                found = relative_length_penalty(own, [*rewards.values()], self.length_penalty)
-                penalties[RELATIVE] |= zip(rewards, found, strict=True)
+            rewards = [result.reward for result in results]
+            penalties[RELATIVE] = relative_length_penalties(
+                lengths, rewards, groups, self.length_penalty
+            )
         if self.truncated_factor != 1:
             results = [
                 scaled(result, self.truncated_factor) if one.finish == "length" else result
                 for result, one in zip(results, completions, strict=True)
             ]
         for name, values in penalties.items():
-            results = [with_penalty(one, name, values.get(at)) for at, one in enumerate(results)]
+            results = [with_penalty(one, name, x) for one, x in zip(results, values, strict=True)]
         return results
 
     def judging(self, component: str | None = None) -> NamedReward | None:
@@ -318,9 +311,9 @@ def scaled(result: RewardResult, factor: float) -> RewardResult:
     )
 
 
-def with_penalty(result: RewardResult, name: str, penalty: float | None) -> RewardResult:
+def with_penalty(result: RewardResult, name: str, penalty: float) -> RewardResult:
     """A result with a penalty of length, unless it has no reward otherwise."""
-    if result.reward is None or penalty is None:
+    if result.reward is None:
         return replace(result, components={**result.components, name: None})
     return replace(
         result,

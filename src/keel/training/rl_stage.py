@@ -23,6 +23,7 @@ from keel.config.rl import RolloutStage
 from keel.config.schema import Recipe
 from keel.config.sources import LEARNED, Rewards
 from keel.config.stage import Optimizer
+from keel.data.curriculum import CurriculumStream
 from keel.data.mixture import build_tasks
 from keel.engines.registry import capabilities_of, check_requests, evaluating
 from keel.learn.advantages import asks_for, check_entries
@@ -272,6 +273,9 @@ def build_loop(
     )
     shaped = scored(shaped=True)
     sampler = build_sampler(models.engine, source, shaped, rollout, seed, step=progress.step)
+    if rollout.curriculum is not None and rollout.replayed is None:
+        chosen = CurriculumStream(sampler.stream, rollout.curriculum, progress.stream)
+        sampler = replace(sampler, stream=chosen, curriculum=chosen)
     check_requests(stage.sampling, sampler.engine.capabilities)
     evaluated = scored(loop=shaped.loop)
     prompts = source.validation(0 if stage.samples_only else stage.evaluation.prompts)
@@ -409,8 +413,7 @@ def build_prefetcher(
 ) -> RolloutPrefetcher:
     """What samples a stage's rollouts ahead; several steps at once if the engine can."""
     level = stage.rollout.async_level
-    # With dynamic sampling a step decides which prompts are left for the next.
-    in_order = stage.rollout.dynamic_sampling or level == 0
+    in_order = stage.rollout.in_order or level == 0
     at_once = sampler.engine.capabilities.pins and not in_order
     begin = partial(begin_pinned if at_once else begin_alone, sampler, stage.algorithm)
     return RolloutPrefetcher(begin, level, at_once, read_pending(resume_from))

@@ -26,6 +26,7 @@ from keel.algorithms.spec import Algorithm
 from keel.config.fields import derive
 from keel.config.sources import Rollout as SamplingConfig
 from keel.data.columns import shown_gold
+from keel.data.curriculum import CurriculumStream
 from keel.engines.endpoint.programs import ProgramConfig, sample_with_program
 from keel.engines.turns import generate_multi_turn
 from keel.learn.memory import oom_context
@@ -83,6 +84,8 @@ class Sampler:
     seed: int
     less: str = ""
     """The hint of an error, if the recipe has no table `rollout`."""
+    curriculum: CurriculumStream | None = None
+    """The stream, if it chooses prompts by their rewards."""
     program: ProgramConfig | None = None
     before_rewards: Callable[[], None] | None = None
     """If several steps are sampled at once: waits for the rewards of those before."""
@@ -212,6 +215,8 @@ def collect(
             else bool(_rewards(judged)) or not algorithm.needs_reward
             for _, judged in pairs
         ]
+        if sampler.curriculum is not None:
+            sampler.curriculum.observe(_unshaped(pairs))
         every += pairs
         kept += [pair for pair, good in zip(pairs, keep, strict=True) if good]
         _gather_extras(extras, scored.extras, keep, config.group_size, len(kept))
@@ -237,6 +242,7 @@ def collect(
             **describe(every),
             **_dropped(every, kept, refills, config),
             "prompts/left_out": float(left_out),
+            **({} if sampler.curriculum is None else sampler.curriculum.metrics()),
         },
     )
     if algorithm.needs_greedy and kept:
@@ -285,6 +291,11 @@ def _joined(rounds: Sequence[Mapping[str, float]], added: Sequence[str]) -> dict
 
 def _rewards(judged: Results) -> list[float]:
     return [v.reward for v in judged if v.reward is not None]
+
+
+def _unshaped(pairs: Sequence[tuple[Group, Results]]) -> Iterator[tuple[str, list[float]]]:
+    for group, judged in pairs:
+        yield group.prompt.id, [v.unshaped for v in judged if v.unshaped is not None]
 
 
 def _flat(judged: Results) -> bool:

@@ -292,15 +292,11 @@ def trl_divergence(c: Foreign) -> Keys:
 
 def stop_properly(c: Foreign) -> Keys:
     """OpenRLHF's factor of the reward of completions that were cut."""
-    factor, key = c["stop_properly_penalty_coef"], "stop_properly_penalty_coef"
-    if factor is None:
-        return
-    if factor < 0:
-        c.refuse(key, "below 0 it replaces the reward, and Keel's factor multiplies it")
-    elif c["overlong_buffer_len"]:
-        c.refuse(key, "OpenRLHF multiplies the penalty of length too")
-    else:
-        yield "rollout.truncated_factor", factor
+    key = "stop_properly_penalty_coef"
+    if c[key] is not None and (c[key] < 0 or c["overlong_buffer_len"]):
+        c.refuse(key, "Keel's factor is at least 0, and of the reward without penalties of length")
+    elif c[key] is not None:
+        yield "rollout.truncated_factor", c[key]
 
 
 # ---------------------------------------------------------------- verl

@@ -39,14 +39,11 @@ def trl_entropy(c: Foreign) -> Iterator[tuple[str, Any]]:
     if not c["use_adaptive_entropy"]:
         yield "algorithm.entropy", c["entropy_coef"]
         return
-    if c["entropy_coef_min"]:
-        c.refuse("entropy_coef_min", "the lower bound of the coefficient is 0")
-    if c["entropy_coef"]:
-        c.refuse("entropy_coef", "TRL's first update goes without the bonus, Keel's has it")
-    names = {"target": "entropy_target", "delta": "entropy_coef_delta"}
-    yield "algorithm.entropy", {
-        **{name: c[key] for name, key in names.items()}, "maximum": c["entropy_coef_max"]
-    }  # fmt: skip
+    for key in ("entropy_coef_min", "entropy_coef"):
+        if c[key]:
+            c.refuse(key, "0 is the lower bound, and as a start the one where both do the same")
+    names = {"target": "target", "delta": "coef_delta", "maximum": "coef_max"}
+    yield "algorithm.entropy", {name: c[f"entropy_{key}"] for name, key in names.items()}
 
 
 def trl_masks(c: Foreign) -> Iterator[tuple[str, Any]]:
