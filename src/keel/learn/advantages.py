@@ -26,6 +26,10 @@ from keel.types import Group, KeelError, RewardResult, one_line
 
 ADVANTAGE, SURROGATE = "algorithm.advantage", "algorithm.surrogate"
 MASK, CORRECTION = "algorithm.masks", "algorithm.corrections"
+SCORED = (
+    *("engine_log_prob_N", "old_log_prob_N", "reference_log_prob_N", "teacher_log_prob_N"),
+    *("old_entropy_N", "old_squares_N"),
+)
 CustomTerm = CustomAdvantage | CustomSurrogate | CustomMask | CustomCorrection
 
 
@@ -171,14 +175,7 @@ def estimate(
     reward_N = penalty_N + placed_N
     scored = {
         name: None if value is None else value.to(outcome_S)
-        for name in (
-            "engine_log_prob_N",
-            "old_log_prob_N",
-            "reference_log_prob_N",
-            "teacher_log_prob_N",
-            "old_entropy_N",
-            "old_squares_N",
-        )
+        for name in SCORED
         for value in (getattr(actions, name),)
     }
     signals = RewardSignals(
