@@ -237,7 +237,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation("the state of an advantage is not resumed", "training/rl.py",
              "estimate(algorithm, batch, rewards, beta, advantage)",
              "estimate(algorithm, batch, rewards, beta)",
-             ("tests/training/test_resume.py::test_state_of_an_advantage_is_in_checkpoints",)),
+             ("tests/training/test_advantage_state.py",)),
     Mutation("MaxRL over the standard deviation's ε", "objective/group.py",
              "group.centred_S / (group.mean_S + epsilon)", "group.centred_S / (1 + epsilon)",
              CORRECTIONS),

@@ -235,13 +235,16 @@ def test_turn_relative_of_one_turn_is_grpo() -> None:
     assert torch.equal(found, segments.spread(plain, made.lengths_S))
 
 
-def test_turn_gae_of_one_turn_is_gae() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_turn_gae_of_one_turn_is_gae(dtype: torch.dtype) -> None:
+    """Also of the values of a model in float32."""
     made = Made([[2], [1], [3], [2], [4], [1]], 2)
-    next_N = segments.shift(made.value_N, made.lengths_S)
-    delta_N = gae.td_error(made.reward_N, made.value_N, next_N, gamma=0.9)
+    value_N = made.value_N.to(dtype)
+    next_N = segments.shift(value_N, made.lengths_S)
+    delta_N = gae.td_error(made.reward_N, value_N, next_N, gamma=0.9)
     plain_N = gae.gae(delta_N, segments.continues(made.lengths_S), gamma=0.9, lam=0.8)
     found_N = turns.turn_gae(
-        made.reward_N, made.value_N, next_N, made.turn_N, made.lengths_S,
+        made.reward_N, value_N, next_N, made.turn_N, made.lengths_S,
         gamma=0.9, lam=0.8, turn_gamma=0.7, turn_lam=0.6,
     )  # fmt: skip
     assert torch.equal(found_N.isnan(), plain_N.isnan())

@@ -123,7 +123,7 @@ def turn_gae(
     lengths_U, turns_S = turn_lengths(turn_N, lengths_S)
     inside_N = continues(lengths_U)
     first_N = inside_N.logical_not().roll(1)
-    discount_N = torch.full_like(reward_N, gamma).masked_fill(~inside_N, turn_gamma)
+    discount_N = torch.full_like(next_value_N, gamma).masked_fill(~inside_N, turn_gamma)
     delta_N = td_error(reward_N, value_N, discount_N * next_value_N, gamma=1.0)
     reward_U = segment_sum(reward_N, lengths_U)
     delta_U = td_error(reward_U, value_N[first_N], next_value_N[~inside_N], gamma=turn_gamma)
