@@ -16,17 +16,15 @@ from pydantic import BeforeValidator, model_validator
 from keel.algorithms import group_advantages, weighted  # noqa: F401  (their kinds)
 from keel.algorithms.advantages import AdvantageTerm
 from keel.algorithms.corrections import CorrectionTerm
-from keel.algorithms.losses import AdaptiveEntropy, Divergence, ValueLoss
+from keel.algorithms.losses import AdaptiveEntropy, Bonus, Divergence, ValueLoss
 from keel.algorithms.masks import MaskTerm
 from keel.algorithms.ratios import RATIOS, Ratio, RatioKind, Weights
 from keel.algorithms.surrogates import SurrogateTerm
 from keel.algorithms.terms import (
     SINGLE_UPDATE,
     AsTuple,
-    Coefficient,
     FrozenModel,
     UnusedIf,
-    number_or,
     one_of,
 )
 
@@ -47,13 +45,11 @@ if TYPE_CHECKING:
     Surrogate = SurrogateTerm
     Mask = MaskTerm
     Correction = CorrectionTerm
-    Bonus = float | AdaptiveEntropy
 else:
     Advantage = one_of(AdvantageTerm)
     Surrogate = one_of(SurrogateTerm)
     Mask = one_of(MaskTerm)
     Correction = one_of(CorrectionTerm)
-    Bonus = number_or(Coefficient, AdaptiveEntropy)
 
 
 def _truncating(corrections: Any) -> Any:

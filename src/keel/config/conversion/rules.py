@@ -288,11 +288,11 @@ def trl_divergence(c: Foreign) -> Keys:
 
 def stop_properly(c: Foreign) -> Keys:
     """OpenRLHF's factor of the reward of completions that were cut."""
-    key = "stop_properly_penalty_coef"
-    if c[key] is not None and (c[key] < 0 or c["overlong_buffer_len"]):
+    factor = c[key := "stop_properly_penalty_coef"]
+    if factor is not None and (factor < 0 or c["overlong_buffer_len"]):
         c.refuse(key, "Keel's factor is at least 0, and of the reward without penalties of length")
-    elif c[key] is not None:
-        yield "rollout.truncated_factor", c[key]
+    elif factor is not None:
+        yield "rollout.truncated_factor", factor
 
 
 def trl_entropy(c: Foreign) -> Keys:
@@ -300,9 +300,8 @@ def trl_entropy(c: Foreign) -> Keys:
     if not c["use_adaptive_entropy"]:
         yield "algorithm.entropy", c["entropy_coef"]
         return
-    for key in ("entropy_coef_min", "entropy_coef"):
-        if c[key]:
-            c.refuse(key, "0 is the lower bound, and as a start the one where both do the same")
+    for key in filter(lambda key: c[key], ("entropy_coef_min", "entropy_coef")):
+        c.refuse(key, "0 is the lower bound, and as a start the one where both do the same")
     names = {"target": "target", "delta": "coef_delta", "maximum": "coef_max"}
     yield "algorithm.entropy", {name: c[f"entropy_{key}"] for name, key in names.items()}
 
