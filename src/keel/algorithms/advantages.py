@@ -47,8 +47,6 @@ class AdvantageTerm(TermChoice):
     module: ClassVar[str] = "group"
     reads_value: ClassVar[bool] = False
     """Whether it reads a value model (the default of `uses_value`)."""
-    reads_groups: ClassVar[bool] = False
-    """Whether it compares completions of one prompt."""
     reads_steps: ClassVar[bool] = False
     """Whether rewards must come per step."""
     reads_greedy: ClassVar[bool] = False
@@ -104,7 +102,7 @@ class AdvantageTerm(TermChoice):
     @property
     def uses_groups(self) -> bool:
         """Whether it compares completions of one prompt, with these parameters."""
-        return self.reads_groups
+        return "groups_S" in self.reads
 
     @property
     def role_column(self) -> str | None:

@@ -54,7 +54,6 @@ class GroupRelative(AdvantageTerm):
     verl) or 0 (of a population)."""
     whiten: bool = False
     source: ClassVar[str] = "arXiv:2402.03300 §4.1.2"
-    reads_groups: ClassVar[bool] = True
     reads: ClassVar[tuple[str, ...]] = _GROUPED
 
     def describe(self, algorithm: Choices, setting: Setting) -> Description:
@@ -91,7 +90,6 @@ class LeaveOneOut(AdvantageTerm):
     kind: Literal["leave_one_out"] = "leave_one_out"
     whiten: bool = False
     source: ClassVar[str] = "arXiv:2402.14740 §2.2"
-    reads_groups: ClassVar[bool] = True
     reads: ClassVar[tuple[str, ...]] = _GROUPED
 
     def describe(self, algorithm: Choices, setting: Setting) -> Description:
@@ -111,7 +109,6 @@ class Optimal(AdvantageTerm):
     kind: Literal["optimal"] = "optimal"
     whiten: bool = False
     source: ClassVar[str] = "arXiv:2505.23585 §3"
-    reads_groups: ClassVar[bool] = True
     reads: ClassVar[tuple[str, ...]] = (*_GROUPED, "lengths_S")
 
     def describe(self, algorithm: Choices, setting: Setting) -> Description:
@@ -188,7 +185,6 @@ class ProcessGroupRelative(AdvantageTerm):
     epsilon: Coefficient = 1e-4
     whiten: bool = False
     source: ClassVar[str] = "arXiv:2402.03300 §4.1.3"
-    reads_groups: ClassVar[bool] = True
     reads_steps: ClassVar[bool] = True
     reads: ClassVar[tuple[str, ...]] = (
         "step_reward_K", "step_end_K", "step_sequence_K", "groups_S", "lengths_S",
@@ -215,7 +211,6 @@ class MeanRelative(AdvantageTerm):
     whiten: bool = False
     source: ClassVar[str] = "arXiv:2602.02710"
     needs_positive: ClassVar[bool] = True
-    reads_groups: ClassVar[bool] = True
     reads: ClassVar[tuple[str, ...]] = _GROUPED
 
     def describe(self, algorithm: Choices, setting: Setting) -> Description:
@@ -238,7 +233,6 @@ class BestOfGroup(AdvantageTerm):
     epsilon: Annotated[Coefficient, UNSCALED] = 1e-6
     whiten: bool = False
     source: ClassVar[str] = "arXiv:2503.19595"
-    reads_groups: ClassVar[bool] = True
     reads: ClassVar[tuple[str, ...]] = _GROUPED
 
     def describe(self, algorithm: Choices, setting: Setting) -> Description:
@@ -260,7 +254,6 @@ class RescaledBaseline(AdvantageTerm):
     kind: Literal["rescaled_baseline"] = "rescaled_baseline"
     whiten: bool = False
     source: ClassVar[str] = "arXiv:2504.02546"
-    reads_groups: ClassVar[bool] = True
     reads: ClassVar[tuple[str, ...]] = _GROUPED
 
     def describe(self, algorithm: Choices, setting: Setting) -> Description:
@@ -280,7 +273,7 @@ class SeparatelyNormalised(AdvantageTerm):
     kind: Literal["separately_normalised"] = "separately_normalised"
     epsilon: Coefficient = 1e-4
     source: ClassVar[str] = "arXiv:2601.05242"
-    reads_groups: ClassVar[bool] = True
+    reads: ClassVar[tuple[str, ...]] = _GROUPED
     reads_components: ClassVar[bool] = True
 
     def value(self, signals: RewardSignals) -> Tensor:
@@ -314,7 +307,6 @@ class OptimalToken(AdvantageTerm):
     epsilon: Coefficient = 1e-8
     whiten: bool = False
     source: ClassVar[str] = "Li et al. 2026, The Optimal Token Baseline"
-    reads_groups: ClassVar[bool] = True
     reads_squares: ClassVar[bool] = True
     places_steps: ClassVar[bool] = True
     module: ClassVar[str] = "baselines"

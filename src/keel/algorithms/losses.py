@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, ClassVar, Final, Literal
 
-from pydantic import Field
+from pydantic import BaseModel, Discriminator, Field, Tag
 
 from keel.algorithms.advantages import AdvantageTerm, return_symbol
 from keel.algorithms.symbols import number
@@ -476,7 +476,16 @@ class AdaptiveEntropy(FrozenModel):
     maximum: Coefficient = 1.0
 
 
-def describe_entropy(bonus: float | AdaptiveEntropy) -> Description:
+if TYPE_CHECKING:
+    Bonus = float | AdaptiveEntropy
+else:  # the tags are in no message
+    Bonus = Annotated[
+        Annotated[Coefficient, Tag("$number")] | Annotated[AdaptiveEntropy, Tag("$table")],
+        Discriminator(lambda x: "$table" if isinstance(x, dict | BaseModel) else "$number"),
+    ]
+
+
+def describe_entropy(bonus: Bonus) -> Description:
     """The entropy bonus: a coefficient, or the rule that moves it."""
     entropy = equation("H_n", r"- \sum_v \pi(v) \log \pi(v)")
     text = "Over the whole vocabulary, exact; coefficient"

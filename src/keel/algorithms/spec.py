@@ -21,6 +21,7 @@ from keel.algorithms.corrections import CorrectionTerm
 from keel.algorithms.losses import (
     AdaptiveEntropy,
     AdvantageDistillation,
+    Bonus,
     Divergence,
     LossDistillation,
     ValueLoss,
@@ -31,10 +32,8 @@ from keel.algorithms.surrogates import SurrogateTerm
 from keel.algorithms.terms import (
     SINGLE_UPDATE,
     AsTuple,
-    Coefficient,
     FrozenModel,
     UnusedIf,
-    number_or,
     one_of,
 )
 
@@ -56,14 +55,12 @@ if TYPE_CHECKING:
     Mask = MaskTerm
     Correction = CorrectionTerm
     Auxiliary = AuxiliaryTerm
-    Bonus = float | AdaptiveEntropy
 else:
     Advantage = one_of(AdvantageTerm)
     Surrogate = one_of(SurrogateTerm)
     Mask = one_of(MaskTerm)
     Correction = one_of(CorrectionTerm)
     Auxiliary = one_of(AuxiliaryTerm)
-    Bonus = number_or(Coefficient, AdaptiveEntropy)
 
 
 def _truncating(corrections: Any) -> Any:

@@ -13,15 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, Union, get_args
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Discriminator,
-    Field,
-    Tag,
-    model_validator,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from keel.algorithms.symbols import function, prose_to_unicode, quote, to_unicode
 
@@ -183,12 +175,6 @@ AsTuple = BeforeValidator(_as_tuple)
 def one_of(base: type[TermChoice]) -> Any:
     """The annotation of a field that takes any kind of term that is defined below `base`."""
     return Annotated[Union[tuple(base.__subclasses__())], Field(discriminator="kind")]
-
-
-def number_or(number: Any, table: type[FrozenModel]) -> Any:
-    """The annotation of a field that takes a number or a table; the tags are in no message."""
-    tag = Discriminator(lambda x: "$table" if isinstance(x, dict | BaseModel) else "$number")
-    return Annotated[Annotated[number, Tag("$number")] | Annotated[table, Tag("$table")], tag]
 
 
 class Lazy:

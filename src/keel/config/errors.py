@@ -174,7 +174,7 @@ def _walk(
         if pending and isinstance(part, str) and _tagged(pending, part):
             model, pending = _tagged(pending, part), []
             continue
-        if isinstance(part, str) and part.startswith("$"):  # of `number_or`
+        if isinstance(part, str) and part.startswith("$"):  # a tag
             continue
         if isinstance(part, int):
             shown.append(str(part))

@@ -292,11 +292,11 @@ def trl_divergence(c: Foreign) -> Keys:
 
 def stop_properly(c: Foreign) -> Keys:
     """OpenRLHF's factor of the reward of completions that were cut."""
-    key = "stop_properly_penalty_coef"
-    if c[key] is not None and (c[key] < 0 or c["overlong_buffer_len"]):
+    factor = c[key := "stop_properly_penalty_coef"]
+    if factor is not None and (factor < 0 or c["overlong_buffer_len"]):
         c.refuse(key, "Keel's factor is at least 0, and of the reward without penalties of length")
-    elif c[key] is not None:
-        yield "rollout.truncated_factor", c[key]
+    elif factor is not None:
+        yield "rollout.truncated_factor", factor
 
 
 # ---------------------------------------------------------------- verl
