@@ -119,7 +119,8 @@ def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> fl
 def test_served_teacher_equals_the_loaded_one(
     shown: bool, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With its own prompt too; the two agree to the rounding of float32."""
+    """With its own prompt too, to the rounding of float32, which Adam enlarges where a gradient is
+    nearly 0."""
     monkeypatch.setenv("BIG_KEY", "a-secret-of-mine")
     prompt = "teacher.prompt=9{prompt}{prompt}" if shown else "teacher.retries=0"
     with_key = served(server, ", api_key_env='BIG_KEY'")
@@ -128,7 +129,7 @@ def test_served_teacher_equals_the_loaded_one(
     near = run(tmp_path / "near", *OPD, *own)
     for step in (1, 2):
         np.testing.assert_allclose(teachers(far, step), teachers(near, step), rtol=0, atol=2e-5)
-    assert distance(ends(near), ends(far)) < 1e-6 * distance(ends(near), start())
+    assert distance(ends(near), ends(far)) < 1e-4 * distance(ends(near), start())
     for a, b in zip(metrics(far), metrics(near), strict=True):
         assert a["teacher/kl"] == pytest.approx(b["teacher/kl"], abs=2e-5)
     assert {key for _, key in server.requests} == {"Bearer a-secret-of-mine"}
@@ -142,7 +143,7 @@ def test_served_scores_do_not_depend_on_micro_batches(server: Server, tmp_path: 
         for tokens in (32, 4096)
     )
     assert (teachers(few, 1) == teachers(many, 1)).all()
-    assert distance(ends(few), ends(many)) < 1e-6 * distance(ends(few), start())
+    assert distance(ends(few), ends(many)) < 1e-4 * distance(ends(few), start())
 
 
 def test_busy_server_is_asked_again(server: Server) -> None:
