@@ -34,6 +34,7 @@ class Server(ThreadingHTTPServer):
     """Answers as vLLM does, with the log-probabilities of a model; `spoil` changes an answer."""
 
     daemon_threads = True
+    request_queue_size = 64
 
     def __init__(self, teacher: Policy) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
@@ -122,7 +123,7 @@ def test_served_teacher_equals_the_loaded_one(
     """With its own prompt too, to the rounding of float32, which Adam enlarges where a gradient is
     nearly 0."""
     monkeypatch.setenv("BIG_KEY", "a-secret-of-mine")
-    prompt = "teacher.prompt=9{prompt}{prompt}" if shown else "teacher.retries=0"
+    prompt = "teacher.prompt=9{prompt}{prompt}" if shown else "teacher.retries=3"
     with_key = served(server, ", api_key_env='BIG_KEY'")
     far = run(tmp_path / "far", *OPD, with_key, prompt)
     own = (save_teacher(tmp_path / "teacher"), *([prompt] if shown else []))
