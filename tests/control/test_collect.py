@@ -187,6 +187,7 @@ def assert_rows(part: Experience, wanted: list[int]) -> None:
     assert torch.equal(part.observation_NO, torch.stack([n, n + 100], 1).float())
     assert torch.equal(part.action_N, n)
     absent = {"reference_log_prob_N", "teacher_log_prob_N", "old_entropy_N", "old_squares_N"}
+    absent |= {"anchor_N"}
     assert {f.name for f in fields(part) if getattr(part, f.name) is None} == absent
 
 

@@ -26,7 +26,7 @@ from tests.control import stages, worlds
 from tests.control.worlds import Floats, Step
 
 REFUSED = {"remax", "grpo_process", "opd", "gdpo", "otb", "real", "chord", "online_dpo"}
-REFUSED |= {"gigpo", "mt_grpo", "turn_ppo", "rae"}
+REFUSED |= {"gigpo", "mt_grpo", "turn_ppo", "rae", "gkd", "iw_opd", "sdft"}
 
 
 @contextmanager

@@ -164,6 +164,8 @@ CASES: list[tuple[Any, ...]] = [
      replace(LOCAL, kv_heads=False)),
     ("prompts.chat_template.thinks", rl(prompts={"chat_template": {"thinks": True, "dates": True}}),
      (), replace(CHAT, unread={"rl": frozenset({"thinks"})})),
+    ("algorithm.advantage.gamma",
+     rl(), ("algorithm=gigpo", "algorithm.advantage.omega=0", "algorithm.advantage.gamma=0.9")),
     ("tasks.0.weight", rl(), ("tasks.weight=2.0",)),
     ("tasks.0.raw", rl(tasks=[{**TASK, "raw": True}]), (), replace(LOCAL, template=False)),
     ("tasks.0.validation_fraction", rl(tasks=[{**TASK, "validation_fraction": 0.2}]), ()),

@@ -40,6 +40,11 @@ class AuxiliaryTerm(TermChoice):
     coefficient: Coefficient = 0.1
     of: ClassVar[Literal["completions", "replies", "demonstrations"]]
 
+    @property
+    def active(self) -> bool:
+        """Whether it has a part in the objective at some step."""
+        return self.coefficient > 0
+
     def value(self, log_prob: Tensor, outcome: Tensor | None = None) -> Tensor:
         """What is maximised of each token; `outcome` is the reward of each of the N."""
         return log_prob
@@ -104,6 +109,10 @@ class DemonstrationNLL(AuxiliaryTerm):
     decay_steps: Annotated[int, Field(ge=1, le=10**9), _FIXED] = 200
     source: ClassVar[str] = "arXiv:2508.11408"
     of: ClassVar[Literal["demonstrations"]] = "demonstrations"
+
+    @property
+    def active(self) -> bool:
+        return self.coefficient > 0 or bool(self.final)
 
     def share(self, step: int) -> float:
         """μ of a step, counted from 1."""

@@ -271,10 +271,11 @@ def _objective(algorithm: Algorithm, setting: Setting) -> tuple[Equation, ...]:
         parts.append(rf"+ {figure} \cdot \frac{{1}}{{N}} \cdot \sum_n H_n")
     for one in sorted(algorithm.auxiliary, key=lambda one: one.of == "demonstrations"):
         added, symbol = one.describe().equations
-        if one.coefficient and one.of == "demonstrations":
-            parts[0], parts[-1] = rf"(1 - \kappa) ({parts[0]}", f"{parts[-1]})"
+        if one.active and one.of == "demonstrations":
+            parts[0] = rf"(1 - \kappa) ({parts[0]}"
+            parts[-1] += ")"
             details.append(symbol)
-        parts += [f"+ {added.parts[0]}"] if one.coefficient else []
+        parts += [f"+ {added.parts[0]}"] if one.active else []
     lines = [Equation(r"J(\theta)", tuple(parts)), *details]
     lines += describe_entropy(entropy).equations[1:]
     if d is not None:

@@ -342,7 +342,11 @@ def contradictions(algorithm: Algorithm) -> Iterator[str]:
             'surrogate is one number a sequence: set it to "loss", or ratio = "token" and '
             'surrogate.kind = "clip"'
         )
-    if kind == "zero" and not algorithm.needs_teacher and not algorithm.auxiliary:
+    if (
+        kind == "zero"
+        and not algorithm.needs_teacher
+        and not any(term.active for term in algorithm.auxiliary)
+    ):
         yield (
             'advantage "zero" learns nothing, and no other term says what is to be learned: set '
             'distillation = { place = "loss" } and a teacher, or advantage.kind = "group_relative"'

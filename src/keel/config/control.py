@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Union
 from pydantic import Field, model_validator
 
 from keel.algorithms.presets import PRESETS
-from keel.algorithms.spec import Preset
+from keel.algorithms.spec import Algorithm, Preset
 from keel.algorithms.terms import AsTuple, FrozenModel, Positive, Unit
 from keel.config.entry import DEFAULT_KIND, stage_kind
 from keel.config.fields import Count, Index, Seed, Threads, Width, unknown
@@ -225,13 +225,19 @@ class PolicyGradientStage(FrozenModel):
     def _on_environments(self) -> PolicyGradientStage:
         algorithm = self.algorithm
         advantage = algorithm.advantage
-        completions = algorithm.needs_greedy or algorithm.needs_steps or algorithm.needs_teacher
-        single = advantage.reads_components or advantage.reads_squares
-        single = single or advantage.reads_turns or advantage.stateful
-        if completions or single or algorithm.surrogate.reads_groups:
+        if algorithm.distillation is not None:
             raise ValueError(
-                f'advantage "{algorithm.advantage.kind}" is for completions, not environments: '
+                "algorithm.distillation has a language model as teacher, not environments: leave "
+                "it out"
+            )
+        if algorithm.surrogate.reads_groups:
+            raise ValueError(
+                f'surrogate "{algorithm.surrogate.kind}" is for completions, not environments: '
                 "choose another"
+            )
+        if _of_completions(algorithm):
+            raise ValueError(
+                f'advantage "{advantage.kind}" is for completions, not environments: choose another'
             )
         if any(term.of != "completions" for term in algorithm.auxiliary):
             raise ValueError(
@@ -317,13 +323,17 @@ def load_control(
 def algorithms() -> list[str]:
     """What `keel control` knows by name."""
     own = {name for name in names_in(FOLDER) if "." not in name}
-    rows = {
-        name
-        for name, p in PRESETS.items()
-        if not (p.algorithm.needs_greedy or p.algorithm.needs_steps or p.algorithm.demonstrations)
-        and not (p.algorithm.advantage.reads_turns or p.algorithm.advantage.stateful)
-    }
+    rows = {name for name, preset in PRESETS.items() if not _of_completions(preset.algorithm)}
     return sorted(own | rows)
+
+
+def _of_completions(algorithm: Algorithm) -> bool:
+    """Whether a term reads what only completions of a language model have."""
+    advantage = algorithm.advantage
+    reads = (advantage.reads_components, advantage.reads_squares, advantage.reads_turns)
+    needs = (algorithm.needs_greedy, algorithm.needs_steps, algorithm.needs_teacher)
+    whole = advantage.stateful or algorithm.surrogate.reads_groups
+    return any(reads) or any(needs) or whole or algorithm.demonstrations is not None
 
 
 def tuned() -> list[tuple[str, str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import string
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -242,6 +243,15 @@ class TeacherModel(FrozenModel):
         """Whether it is kept as a reference policy is: a copy, or an adapter."""
         return self.name is None and self.weights != "live"
 
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns that `prompt` names."""
+        try:
+            parts = [*string.Formatter().parse(self.prompt or "")]
+        except ValueError as error:
+            raise ValueError(f"teacher.prompt: {error}: write {{{{ and }}}} for braces") from error
+        return tuple(name for _, name, _, _ in parts if name is not None)
+
     @model_validator(mode="after")
     def _differs(self) -> TeacherModel:
         if self.url is not None and self.name is None:
@@ -251,6 +261,11 @@ class TeacherModel(FrozenModel):
             )
         if self.api_key_env is not None and (reason := wrong_key_name(self.api_key_env)):
             raise ValueError(f"teacher.{reason}")
+        if wrong := [name for name in self.columns if not name.isidentifier()]:
+            raise ValueError(
+                f"teacher.prompt: {{{wrong[0]}}} is not the name of a column: write {{{{ and }}}} "
+                "for braces of the text"
+            )
         if self.name is None and self.prompt is None:
             raise ValueError(
                 "the teacher is the policy itself and reads the same prompt: set teacher.prompt to "

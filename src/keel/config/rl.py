@@ -223,11 +223,12 @@ class RolloutStage(StageConfig):
         if self.algorithm.needs_teacher and self.teacher is None:
             raise ValueError(
                 "the algorithm reads a teacher: set teacher.name to the folder or hub name of a "
-                "model with the policy's tokenizer"
+                "model with the policy's tokenizer, or teacher.prompt to what the policy is shown "
+                "as its own teacher"
             )
         if self.teacher is not None and not self.algorithm.needs_teacher:
             raise ValueError(
-                f'teacher.name = "{self.teacher.name}" is set, but the algorithm reads no teacher: '
+                "a teacher is set, but the algorithm reads none: "
                 'set algorithm = "opd", or teacher = "none"'
             )
         if self.teacher is not None and self.teacher.url is not None:
@@ -239,11 +240,18 @@ class RolloutStage(StageConfig):
                 f'algorithm.auxiliary "{others[0]}" scores tokens that teacher.prompt has no place '
                 'for: set distillation.place = "advantage", or leave one of the two out'
             )
+        if self.teacher is not None and self.teacher.kept and self.reference.reset_every:
+            raise ValueError(
+                f'teacher.weights = "{self.teacher.weights}" is kept in the place of the reference '
+                "policy, which reference.reset_every moves: drop that, or set teacher.weights = "
+                '"live"'
+            )
         averaged = self.teacher is not None and self.teacher.averaged
-        if averaged and (self.scores_reference or self.reference.reset_every):
+        if averaged and self.scores_reference:
             raise ValueError(
                 'teacher.weights = "averaged" is kept in the place of the reference policy, which '
-                'another term reads or resets: set teacher.weights = "live", or divergence = "none"'
+                'is read too: set teacher.weights = "live", or divergence = "none" and '
+                "reference.measured = false"
             )
         return self
 

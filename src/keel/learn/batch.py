@@ -12,6 +12,8 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any, Generic, Self, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -19,7 +21,7 @@ from torch import Tensor
 from keel.learn.anchors import anchors
 from keel.models.head import lacks_float64
 from keel.models.packed import Packed, PackedSizes, sizes_on, upload
-from keel.types import Group
+from keel.types import Completion, Group
 
 A = TypeVar("A", bound="Actions")
 B = TypeVar("B", bound="Actions | TrainBatch[Any]")
@@ -268,8 +270,9 @@ class Batch(Actions):
 
     @property
     def sizes(self) -> PackedSizes:
-        """The sizes that decide where micro-batches end: those of a teacher's longer prompts."""
-        longest = self.taught or self
+        """The sizes that decide where micro-batches end: those of a teacher's prompts if they are
+        the longer ones."""
+        longest = max(self, self.taught or self, key=lambda one: len(one.tokens_T))
         return sizes_on(self.target_N.device, longest.input_lengths, longest.shared)
 
     def select(self, indices: Sequence[int]) -> Batch:
@@ -318,6 +321,7 @@ def from_groups(
     tokens: list[int] = []
     targets: list[int] = []
     extra: list[int] = []
+    extra_lengths: list[int] = []
     engine: list[float] = []
     lengths: list[int] = []
     for group in groups:
@@ -325,14 +329,16 @@ def from_groups(
             tokens.extend(group.prompt.tokens)
             written = completion.written.nonzero()[0]
             targets.extend((written + len(tokens)).tolist())
-            extra.extend(((~completion.written).nonzero()[0] + len(tokens)).tolist())
+            replied = _replied(completion)
+            extra.extend((replied + len(tokens)).tolist())
+            extra_lengths.append(len(replied))
             tokens.extend(completion.tokens.tolist())
             engine.extend(completion.log_probs[written].tolist())
             lengths.append(len(written))
     pairs = [(g, group, c) for g, group in enumerate(groups) for c in group.completions]
     return Batch(
         extra_target_M=torch.tensor(extra, dtype=torch.long, device=device) if replies else None,
-        extra_lengths=tuple(int((~c.written).sum()) for _, _, c in pairs if replies),
+        extra_lengths=tuple(extra_lengths) if replies else (),
         tokens_T=torch.tensor(tokens, dtype=torch.long, device=device),
         input_lengths=tuple(len(group.prompt.tokens) + len(c) for _, group, c in pairs),
         prompt_lengths=tuple(len(group.prompt.tokens) for _, group, _ in pairs),
@@ -343,6 +349,12 @@ def from_groups(
         anchor_N=torch.tensor(anchors(groups), dtype=torch.long, device=device),
         engine_log_prob_N=torch.tensor(engine, dtype=torch.float32, device=device),
     )
+
+
+def _replied(completion: Completion) -> npt.NDArray[np.int64]:
+    """The places of what answered the policy: not of what stands before its first token."""
+    others = (~completion.written).nonzero()[0]
+    return others[others > completion.written.argmax()] if completion.written.any() else others[:0]
 
 
 def _pieces(

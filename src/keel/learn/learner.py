@@ -442,7 +442,7 @@ def by_gradient(
     other_terms = algorithm.value is not None or algorithm.bonus > 0
     other_terms |= algorithm.loss_divergence is not None and beta != 0
     other_terms |= algorithm.loss_distillation is not None
-    other_terms |= any(term.coefficient for term in algorithm.auxiliary)
+    other_terms |= any(term.active for term in algorithm.auxiliary)
     if other_terms or not algorithm.surrogate.reads_advantage:
         return list(range(batch.sequences)), []
     changes_N = (batch.advantage_N != 0).to(torch.float32)

@@ -100,9 +100,10 @@ def demonstrated(
     """An optimizer batch with the demonstrations that its step imitates too, as further sequences
     whose tokens are not among the N but the M."""
     term, own, count = algorithm.demonstrations, batch.actions, shown.sequences
-    if term is None or not term.coefficient or batch.auxiliary_K is None:
+    share = 0.0 if term is None else term.share(step)
+    if term is None or not share or batch.auxiliary_K is None:
         return batch
-    share, auxiliary_K = term.share(step), batch.auxiliary_K.clone()
+    auxiliary_K = batch.auxiliary_K.clone()
     auxiliary_K[algorithm.auxiliary.index(term)] = share / _count(shown)
     replies_M = shown.target_N[:0] if own.extra_target_M is None else own.extra_target_M
     first = max(own.groups, default=-1) + 1
@@ -358,7 +359,7 @@ def _auxiliary(algorithm: Algorithm, batch: TrainBatch[Any], scores: Scores) -> 
     own: Terms = {}
     others: Terms = {}
     for at, term in enumerate(algorithm.auxiliary):
-        if not term.coefficient or batch.auxiliary_K is None:
+        if not term.active or batch.auxiliary_K is None:
             continue
         imitates = term.of == "demonstrations"
         scale = batch.auxiliary_K[at].to(scores.log_prob_N) * -(1.0 if imitates else batch.share)

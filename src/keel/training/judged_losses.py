@@ -157,8 +157,10 @@ class PolicyLoss:
         return torch.cat([self._scored(answers[span])[0] for span in spans])
 
     def implied_rewards(self, answers: Sequence[Answered]) -> list[list[float]]:
-        """The reward of each answer that the policy implies: β times what `_scored` gives."""
-        rewards_S = self.keys["beta"] * self._ratios(answers, self.budget.tokens)
+        """The reward of each answer that the policy implies: β times its log-ratio, or the log-odds
+        whose difference is that of ORPO's preference."""
+        ratio_S = self._ratios(answers, self.budget.tokens)
+        rewards_S = self.loss.scores(ratio_S) if self.loss.odds else self.keys["beta"] * ratio_S
         return [[value] for value in rewards_S.tolist()]
 
 

@@ -487,7 +487,8 @@ def _engine_difference(
         assert trainer_N is not None
     elif taken:
         part, losses = taken[0]
-        trainer_N, batch = losses.tokens["log_probs"], part.batch.actions
+        rollouts = part.batch.actions.select(range(len(part.places)))  # no demonstrations
+        trainer_N, batch = losses.tokens["log_probs"], rollouts
     else:
         return {}
     engine_N = batch.engine_log_prob_N.to(trainer_N)

@@ -416,7 +416,8 @@ def build_prefetcher(
     in_order = stage.rollout.in_order or level == 0
     at_once = sampler.engine.capabilities.pins and not in_order
     begin = partial(begin_pinned if at_once else begin_alone, sampler, stage.algorithm)
-    return RolloutPrefetcher(begin, level, at_once, read_pending(resume_from))
+    shown = () if stage.teacher is None else stage.teacher.columns
+    return RolloutPrefetcher(begin, level, at_once, read_pending(resume_from), shown)
 
 
 def titles(recipe: Recipe, stage: RolloutStage, model: PreTrainedModel) -> tuple[str, str]:

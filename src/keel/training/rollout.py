@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -408,7 +409,7 @@ class RolloutPrefetcher:
 
     With `at_once` sampling goes on while the engines take over new weights, and several steps are
     sampled at once; else a step's update ends only when the rollouts of the next are there.
-    `pending` are those that a checkpoint held.
+    `pending` are those that a checkpoint held; `columns` are those of `as_kept`.
     """
 
     def __init__(
@@ -417,8 +418,10 @@ class RolloutPrefetcher:
         level: int,
         at_once: bool = False,
         pending: Pending | None = None,
+        columns: Sequence[str] = (),
     ) -> None:
         self._begin = begin
+        self._columns = columns
         self.level = level
         self._at_once = at_once
         self._kept = dict(pending or {})
@@ -489,7 +492,7 @@ class RolloutPrefetcher:
 
     def _finish(self, step: int) -> None:
         if step in self._running:
-            self._kept[step] = as_kept(self._running[step].result())
+            self._kept[step] = as_kept(self._running[step].result(), self._columns)
             del self._running[step]
 
     @contextmanager
@@ -535,27 +538,36 @@ class _Thread(threading.Thread):
         self._cancelled.set()
 
 
-def as_kept(rollouts: Rollouts) -> Rollouts:
+def as_kept(rollouts: Rollouts, columns: Sequence[str] = ()) -> Rollouts:
     """What a step and its records need of rollouts, in a form that a checkpoint can hold.
 
-    Completions lose their columns, which only rewards read, and prompts theirs but the answer,
-    which is recorded; what rewards logged becomes plain values.
+    Of the columns of prompts and completions those are left that are named, which a teacher is
+    shown, and the answer, which is recorded; what rewards logged becomes plain values.
     """
     return replace(
         rollouts,
         groups=tuple(
-            Group(_bare(group.prompt), tuple(replace(c, columns={}) for c in group.completions))
+            Group(
+                _bare(group.prompt, columns),
+                tuple(replace(c, columns=_named(c.columns, columns)) for c in group.completions),
+            )
             for group in rollouts.groups
         ),
         extras={name: plain(values) for name, values in rollouts.extras.items()},
     )
 
 
-def _bare(prompt: Prompt) -> Prompt:
+def _named(columns: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    kept = {name: columns[name] for name in names if name in columns}
+    return cast(dict[str, Any], json.loads(json.dumps(kept, default=plain)))
+
+
+def _bare(prompt: Prompt, names: Sequence[str]) -> Prompt:
     # As JSON reads it back; the order of keys stays, since a template may write it.
     content, tools = json.loads(json.dumps((prompt.content, prompt.tools), default=plain))
     answer = expected_answer(prompt)
     columns = {} if answer is None else {"answer": answer}
+    columns |= _named(prompt.columns, names)
     return replace(prompt, content=content, columns=columns, tools=tuple(tools))
 
 

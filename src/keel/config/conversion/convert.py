@@ -131,7 +131,7 @@ def find_program(settings: Settings, framework: str | None, path: str) -> Progra
 
     best = max(known, key=score)
     alike = [one for one in known if score(one) == score(best) and one.framework == best.framework]
-    if score(best)[0] > 0 and len({one.stage for one in alike}) > 1:
+    if score(best)[0] > 0 and len({(one.stage, one.always.get("loss")) for one in alike}) > 1:
         words = ", ".join(one.names[0] for one in alike)
         raise KeelError(
             f"{path}: its keys are those of several programs of {best.framework}: give the file a "
