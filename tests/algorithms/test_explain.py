@@ -76,6 +76,14 @@ def test_every_row_is_explained(name: str, context: Setting) -> None:
     assert all(term.equations for term in found.terms if term.kind != "none")
 
 
+@pytest.mark.parametrize("name", samples.ALL)
+def test_brackets_of_equations_are_closed(name: str) -> None:
+    found = explain_algorithm(samples.ALL[name], None, FULL)
+    for one in (*found.objective, *(e for term in found.terms for e in term.equations)):
+        for left, right in ("()", "{}"):
+            assert one.latex.count(left) == one.latex.count(right), one.latex
+
+
 # ---------------------------------------------------------------- models
 
 

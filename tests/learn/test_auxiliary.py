@@ -34,7 +34,7 @@ TERMS = (
 TOLERANCE = 1e-12  # float64 sums of some forty numbers in another order
 SHAPES = [  # prompts, and for each of their answers which tokens the policy wrote
     ((1, 2, 3), ("11011", "1", "1100111")),
-    ((4, 5), ("01", "111")),
+    ((4, 5), ("10", "111")),
     ((6,), ("1010",)),
 ]
 
@@ -176,11 +176,11 @@ def test_coefficients_of_zero_change_nothing() -> None:
     found, slopes, other = gradient(off, whole, [range(3), range(3, 6)])
     assert (found, other) == (total, metrics)
     assert all(torch.equal(one, slope) for one, slope in zip(grads, slopes, strict=True))
-    # The share of a step may be 0 too: then demonstrations are there, and add nothing.
+    # The share of a step may be 0 too.
     warm = plain.model_copy(
         update={"auxiliary": (DemonstrationNLL(final=0.0, decay_steps=1, warmup_steps=1),)}
     )
-    found, slopes, _ = gradient(warm, prepared(warm, 2), [range(3), range(3, 9)])
+    found, slopes, _ = gradient(warm, prepared(warm, 2), [range(3), range(3, 6)])
     assert found == total
     assert torch.equal(slopes[0], grads[0])
 
@@ -190,6 +190,24 @@ def test_the_share_warms_up_and_decays_by_a_cosine() -> None:
     shares = [term.share(step) for step in (1, 4, 9, 14, 99)]
     assert shares == pytest.approx([0.225, 0.9, 0.5, 0.1, 0.1], abs=1e-12)
     assert DemonstrationNLL(coefficient=0.3).share(7) == 0.3
+
+
+def test_a_share_that_grows_from_zero_trains() -> None:
+    rising = DemonstrationNLL(coefficient=0.0, final=0.5, decay_steps=1)
+    chord = PRESETS["chord"].algorithm.model_copy(update={"auxiliary": (rising,)})
+    found, _, metrics = gradient(chord, prepared(chord, 2), [range(9)])
+    assert prepared(chord, 2).share == 0.5
+    assert metrics["loss/demonstrations"] > 0
+    assert math.isfinite(found)
+
+
+def test_what_stands_before_the_first_token_is_no_reply() -> None:
+    led = answer([5, 6, 7, 8, 9], [False, False, True, False, True])
+    silent = answer([5, 6], [False, False])
+    made = from_groups([Group(Prompt("p", "", tokens=(1, 2)), (led, silent))], replies=True)
+    assert made.extra_target_M is not None
+    assert made.tokens_T[made.extra_target_M].tolist() == [8]
+    assert made.extra_lengths == (1, 0)
 
 
 # ---------------------------------------------------------------- with a model

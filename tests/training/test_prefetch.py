@@ -168,14 +168,15 @@ def test_saved_rollouts_are_read_as_they_were(tmp_path: Path) -> None:
         states=((2, "room 4"),),
     )
     tools = ({"name": "f", "description": "d"},)
-    prompt = Prompt("p", messages, {}, "t", (5,), tools=tools)
+    columns = {"answers": ["a", "b"], "hint": "left out"}
+    prompt = Prompt("p", messages, columns, "t", (5,), tools=tools)
     made = Rollouts(
         (Group(prompt, (completion,)),),
         ((RewardResult(0.0),),),
         roles=("side",),
         extras={"seen": [keys]},
     )
-    kept = {step: as_kept(made) for step in (1, 2)}
+    kept = {step: as_kept(made, ["answers"]) for step in (1, 2)}
     save_pending(tmp_path, kept)
     again = read_pending(tmp_path)
     assert list(again) == [1, 2]
@@ -188,6 +189,7 @@ def test_saved_rollouts_are_read_as_they_were(tmp_path: Path) -> None:
         assert group.completions[0].transcript == "go⟨no, 12⟩"
         assert rollouts.extras == {"seen": [keys]}
         assert rollouts.roles == ("side",)
+        assert group.prompt.columns == {"answers": ["a", "b"]}
     path = tmp_path / PENDING
     path.write_text(path.read_text().replace('"columns"', '"surplus"'))
     with pytest.raises(KeelError, match=r"another version of Keel .*surplus.*resume with that"):

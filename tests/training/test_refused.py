@@ -40,7 +40,27 @@ OF_OLDER_WEIGHTS = (
                 "algorithm={preset='grpo', distillation={place='loss'}}",
                 "teacher={weights='averaged', prompt='{answer}'}",
             ),
-            "is kept in the place of the reference policy, which another term reads",
+            "is kept in the place of the reference policy, which is read too",
+        ),
+        (
+            (
+                "algorithm=sdft",
+                "teacher={weights='base', prompt='{answer}'}",
+                "reference.reset_every=2",
+            ),
+            "which reference.reset_every moves: drop that",
+        ),
+        (
+            ("algorithm=sdft", "teacher={prompt='\\boxed{}'}"),
+            "is not the name of a column: write {{ and }}",
+        ),
+        (("algorithm=sdft", "teacher={prompt='{answer'}"), "write {{ and }} for braces"),
+        (
+            (
+                "algorithm={preset='sdft', auxiliary={kind='replies'}}",
+                "teacher={prompt='{answer}'}",
+            ),
+            'scores tokens that teacher.prompt has no place for: set distillation.place',
         ),
         (("algorithm=opd", "teacher={url='http://a/v1'}"), "set teacher.name to the name that it"),
         (
@@ -55,7 +75,7 @@ OF_OLDER_WEIGHTS = (
             ("algorithm=opd", f"{SERVED}}}", "rollout.temperature=0.7"),
             "the policy are at rollout.temperature = 0.7: set it to 1, or load the teacher",
         ),
-        (("algorithm=grpo", TEACHER), 'reads no teacher: set algorithm = "opd", or'),
+        (("algorithm=grpo", TEACHER), 'the algorithm reads none: set algorithm = "opd", or'),
         (
             ("algorithm=opd", TEACHER, "rollout.dynamic_sampling=true"),
             "drops groups by their rewards: set rollout.dynamic_sampling = false",
