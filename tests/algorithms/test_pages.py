@@ -85,7 +85,9 @@ def test_index_names_each_preset() -> None:
             algorithm.weights.kind,
         )
         if name not in PAGES:
-            assert f"- `{name}` [{paper}]: {', '.join(kinds)}; " in index
+            line = next(x for x in index.splitlines() if x.startswith(f"| `{name}` |"))
+            assert f"| {', '.join(kinds)} |" in line
+            assert f"| {paper} |" in line
             continue
         line = next(x for x in index.splitlines() if x.startswith(f"| [{name}]({name}.md) |"))
         assert all(f"| {kind} |" in line for kind in kinds)
