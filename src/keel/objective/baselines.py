@@ -112,8 +112,8 @@ def optimal_token(
     weight_N = to_go(energy_N.flip(0), lengths_S.flip(0)).flip(0).masked_fill(absent_N, 0.0)
     starts_S = lengths_S.cumsum(0) - lengths_S
     place_N = torch.arange(len(reward_N), device=reward_N.device) - spread(starts_S, lengths_S)
-    group = Groups.of(groups_S)
-    cell = Groups.of(spread(group.index_S, lengths_S) * (place_N.max() + 1) + place_N)
+    group = Groups(groups_S)
+    cell = Groups(spread(group.index_S, lengths_S) * (place_N.max() + 1) + place_N)
     mean_N = cell.sum(return_N * weight_N) / (cell.sum(weight_N) + epsilon)
     alone_N = cell.sum((~absent_N).to(weight_N)) == 1
     if not zero_tail:

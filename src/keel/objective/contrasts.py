@@ -37,7 +37,7 @@ def real_shares(
     right_S, known_S = outcome_S > threshold, ~outcome_S.isnan()
     slope_S = torch.where(right_S, -1.0, 1.0).to(mean_S) / temperature
     score_S = torch.where(known_S, slope_S * mean_S, -torch.inf)
-    group, side, one_S = Groups.of(groups_S), Groups.of(2 * groups_S + right_S), known_S.to(mean_S)
+    group, side, one_S = Groups(groups_S), Groups(2 * groups_S + right_S), known_S.to(mean_S)
     top_S = side.max(score_S).clamp(min=0)
     value_S = top_S + ((-top_S).exp() + side.sum((score_S - top_S).exp())).log()
     # Each side once, whatever its size.
@@ -93,7 +93,7 @@ def online_dpo_shares(
     Source: online DPO, arXiv:2402.04792 (of two completions); the loss: arXiv:2305.18290 eq. 7.
     """
     margin_S = segment_sum((log_prob_N - reference_log_prob_N).detach(), lengths_S)
-    group, known_S = Groups.of(groups_S), ~outcome_S.isnan()
+    group, known_S = Groups(groups_S), ~outcome_S.isnan()
     ends = [(sign * outcome_S).masked_fill(~known_S, -torch.inf) for sign in (1, -1)]
     best_S, worst_S = (reward_S == group.max(reward_S) for reward_S in ends)
     unequal_S = known_S & ~(best_S & worst_S)

@@ -42,7 +42,7 @@ def _deviation(
     reward_S = torch.where(present_S, reward_S, torch.zeros_like(reward_S))
     weight_S = torch.ones_like(reward_S) if weight_S is None else weight_S
     weight_S = torch.where(present_S, weight_S, torch.zeros_like(weight_S))
-    peers = Groups.of(groups_S)
+    peers = Groups(groups_S)
     total, count_S = peers.sum, peers.sum(present_S.to(reward_S.dtype))
     if warn_alone and bool((present_S & (count_S == 1)).any()):
         warnings.warn(
@@ -169,7 +169,7 @@ def best_of_group(
     """
     group = _deviation(reward_S, groups_S)
     known_S = reward_S.masked_fill(reward_S.isnan(), -torch.inf)
-    peers = Groups.of(groups_S)
+    peers = Groups(groups_S)
     best_S = known_S == peers.max(known_S)
     second_S = peers.max(known_S.masked_fill(best_S, -torch.inf))
     alone_S = second_S.isfinite() & (peers.sum(best_S.to(known_S)) == 1)

@@ -8,6 +8,7 @@ do not add up to N raise on a CPU.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -59,24 +60,28 @@ def _spread(x_S: Tensor, lengths_S: Tensor, total: int | None) -> Tensor:
 class Groups:
     """Sums and maxima over groups of sequences in any order, given to each of their members."""
 
-    index_S: Tensor
-    order_S: Tensor
-    size_P: Tensor
+    groups_S: Tensor
 
-    @classmethod
-    def of(cls, groups_S: Tensor) -> Groups:
-        """Of group ids, any integers."""
-        _, index_S, size_P = torch.unique(groups_S, return_inverse=True, return_counts=True)
-        return cls(index_S, index_S.argsort(stable=True), size_P)
+    @property
+    def index_S(self) -> Tensor:
+        """The number of each sequence's group, from 0."""
+        return self._places[0]
+
+    @cached_property
+    def _places(self) -> tuple[Tensor, Tensor, Tensor]:
+        _, index_S, size_P = torch.unique(self.groups_S, return_inverse=True, return_counts=True)
+        return index_S, index_S.argsort(stable=True), size_P
 
     def sum(self, x_S: Tensor) -> Tensor:
         """The sum over the sequence's group."""
-        return segment_sum(x_S[self.order_S], self.size_P)[self.index_S]
+        index_S, order_S, size_P = self._places
+        return segment_sum(x_S[order_S], size_P)[index_S]
 
     def max(self, x_S: Tensor) -> Tensor:
         """The maximum over the sequence's group."""
-        start_P = x_S.new_full(self.size_P.shape, -torch.inf)
-        return start_P.scatter_reduce(0, self.index_S, x_S, "amax")[self.index_S]
+        index_S, _, size_P = self._places
+        start_P = x_S.new_full(size_P.shape, -torch.inf)
+        return start_P.scatter_reduce(0, index_S, x_S, "amax")[index_S]
 
 
 def sequence_index(lengths_S: Int[Tensor, " S"]) -> Int[Tensor, " N"]:
