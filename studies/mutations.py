@@ -353,7 +353,7 @@ def untouched(tests: Sequence[str]) -> None:
         done = test(folder, tests)
         if done.returncode != 0:
             raise SystemExit(f"the tests fail before any mutation\n{done.stdout}{done.stderr}")
-        (folder / "keel" / "objective" / "segments.py").write_text("raise RuntimeError\n")
+        (folder / "keel" / "types.py").write_text("raise RuntimeError\n")
         if test(folder, tests).returncode == 0:
             raise SystemExit("the tests do not import the copy: mutants would all survive")
 
