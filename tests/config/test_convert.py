@@ -359,9 +359,18 @@ def test_openrlhfs_critic_shares_the_actors_optimizer(tmp_path: Path) -> None:
     assert value.get("schedule", "constant") == "constant"
 
 
+def test_keys_of_several_losses_need_a_name_that_says_which(tmp_path: Path) -> None:
+    text = "model_name_or_path: m\nbeta: 0.1\nmax_length: 64\n"
+    with pytest.raises(KeelError, match="those of several programs of TRL"):
+        converted_text(tmp_path, "a.yaml", text)
+    kto = converted_text(tmp_path, "kto.yaml", text + "train_sampling_strategy: sequential\n")
+    assert kto.recipe["loss"] == "kto"
+    assert "train_sampling_strategy" in kto.unused
+
+
 def test_steps_of_a_warm_up_count_before_its_ratio(tmp_path: Path) -> None:
     found = converted_text(
-        tmp_path, "a.yaml", "beta: 0.1\nlabel_smoothing: 0\nwarmup_steps: 10\nwarmup_ratio: 0.1\n"
+        tmp_path, "dpo.yaml", "beta: 0.1\nlabel_smoothing: 0\nwarmup_steps: 10\nwarmup_ratio: 0.1\n"
     )
     assert found.recipe["optimizer"]["warmup_steps"] == 10
     assert "warmup_ratio" in found.unused

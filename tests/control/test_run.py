@@ -253,7 +253,7 @@ def test_tuned_settings_load(algorithm: str, environment: str) -> None:
         ("grpo", "CartPole-v1", ("group_size=3",), "do not part into groups of 3"),
         ("remax", "CartPole-v1", (), "for completions, not environments"),
         ("grpo_process", "CartPole-v1", (), "for completions, not environments"),
-        ("opd", "CartPole-v1", (), "for completions, not environments"),
+        ("opd", "CartPole-v1", (), "as teacher, not environments: leave it out"),
         ("gigpo", "CartPole-v1", (), "for completions, not environments"),
         ("rae", "CartPole-v1", (), "for completions, not environments"),
         ("missing.toml", None, (), "no such file"),

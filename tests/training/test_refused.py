@@ -60,7 +60,7 @@ OF_OLDER_WEIGHTS = (
                 "algorithm={preset='sdft', auxiliary={kind='replies'}}",
                 "teacher={prompt='{answer}'}",
             ),
-            'scores tokens that teacher.prompt has no place for: set distillation.place',
+            "scores tokens that teacher.prompt has no place for: set distillation.place",
         ),
         (("algorithm=opd", "teacher={url='http://a/v1'}"), "set teacher.name to the name that it"),
         (
