@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from keel.analysis.diagnosis.table import diagnose
-from keel.models.chat import ChatEncoder, teacher_groups
+from keel.models.chat import ChatEncoder, encode_prompt, teacher_groups
 from keel.models.policy import load_policy
 from keel.platform.signals import Interrupted
 from keel.preflight.check import check
@@ -223,7 +223,7 @@ def test_prompts_of_a_teacher_keep_the_conversation() -> None:
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}>{% endfor %}"
     chat = ChatEncoder(tokenizer)
     turns = (Message(role="system", content="1"), Message(role="user", content="2"))
-    prompt = Prompt("a", turns, columns={"answer": "34"})
+    prompt = encode_prompt(Prompt("a", turns, columns={"answer": "34"}), chat)
     one = answer([3, 4])
     groups = [Group(prompt, (one, one)), Group(prompt, (replace(one, columns={"answer": 5}), one))]
     found = [*teacher_groups(groups, "{answer}{prompt}", chat, None)]
@@ -234,6 +234,11 @@ def test_prompts_of_a_teacher_keep_the_conversation() -> None:
         [*teacher_groups(groups, "{gold}", chat, None)]
     with pytest.raises(KeelError, match="its completion are 8 tokens, more than the model's 7"):
         [*teacher_groups(groups, "{answer}{prompt}", chat, 7)]
+    failed = [Group(prompt, (replace(one, columns={"said": "6"}), one))]
+    found = [*teacher_groups(failed, "{said}{prompt}", chat, None)]
+    assert [tokenizer.decode(group.prompt.tokens) for group in found] == ["1>62>", "1>2>"]
+    with pytest.raises(KeelError, match="was written by rollout.program, not by the task"):
+        [*teacher_groups([Group(replace(prompt, tokens=(4,)), (one,))], "{prompt}", chat, None)]
 
 
 # ---------------------------------------------------------------- refused, checked

@@ -254,7 +254,8 @@ def _objective(algorithm: Algorithm, setting: Setting) -> tuple[Equation, ...]:
     surrogate, *details = algorithm.surrogate.describe().equations
     weight = "w_n" + (" m_n" if algorithm.masks else "") + (" c_n" if algorithm.corrections else "")
     parts = [rf"\sum_n {weight} \cdot {factor(' '.join(surrogate.parts))}"]
-    if algorithm.advantage.kind == "zero" and algorithm.loss_distillation is not None:
+    silent = algorithm.advantage.kind == "zero" and algorithm.surrogate.reads_advantage
+    if silent and algorithm.loss_distillation is not None:
         parts = []  # it is 0
     d = (
         algorithm.divergence

@@ -382,15 +382,24 @@ def teacher_groups(
     """The completions in order, after what `template` makes of the columns of prompt and completion
     in the place of the prompt's text, or that of its last message.
 
-    Raises KeelError for a column that is not there, and if that is more than `longest` tokens.
+    A completion without a column that others have, as after a failure, has it empty. Raises
+    KeelError for a column that is not there, if a program wrote the first request, and if the
+    tokens are more than `longest`.
     """
+    missing = {name: "" for group in groups for one in group.completions for name in one.columns}
     for group in groups:
         prompt, turns, answers = group.prompt, group.prompt.content, group.completions
         plain = isinstance(turns, str)
+        if encode_prompt(prompt, chat, raw=plain).tokens != prompt.tokens:
+            raise KeelError(
+                f"teacher.prompt: prompt {prompt.id!r} was written by rollout.program, not by the "
+                "task: leave teacher.prompt out, or let the task write the prompt",
+                key="teacher.prompt",
+            )
         text = turns if isinstance(turns, str) else text_of(turns[-1])
         own = any(one.columns for one in answers)
         for part in [(one,) for one in answers] if own else [answers]:
-            given = {**prompt.columns, **part[0].columns, "prompt": text}
+            given = {**missing, **prompt.columns, **part[0].columns, "prompt": text}
             try:
                 content: Any = template.format_map(given)
             except (KeyError, IndexError, ValueError) as error:

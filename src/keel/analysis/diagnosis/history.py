@@ -199,6 +199,8 @@ class StageHistory:
     def grouped(self) -> bool:
         """Whether advantages compare the completions of one prompt."""
         several = int(self.setting("rollout.group_size", 1)) > 1
+        if self.setting("algorithm.distillation.place") is not None:
+            return False  # a teacher has something to say where rewards are equal
         kind = self.setting("algorithm.advantage.kind")
         baseline = self.setting("algorithm.advantage.group_baseline", False)
         return several and (kind in GROUP_ADVANTAGES or bool(baseline))
