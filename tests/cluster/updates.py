@@ -89,7 +89,7 @@ def built(
     adapter = Lora(rank=4, alpha=8.0) if lora else None
     exact = name == EXACT or algorithm.needs_teacher
     dtype: Literal["float64", "float32"] = "float64" if exact else "float32"
-    autocast = autocast and name != EXACT
+    autocast = False if name == EXACT else autocast
     model = Model(build=build, lora=adapter, device=device, autocast=autocast, dtype=dtype)
     policy = load_policy(model, seed=0)
     reference = reference_for(policy)
