@@ -54,8 +54,9 @@ def test_draws_are_a_function_of_seed_and_step(tmp_path: Path) -> None:
         writer=writer,
         folder=folder,
     )
-    first, again = (mixed_in(context, recipe.stages[0], 7) for _ in range(2))
-    other = mixed_in(context, recipe.stages[0], 8)
+    source = recipe.stages[0].imitated
+    first, again = (mixed_in(context, source, "rl", 7) for _ in range(2))
+    other = mixed_in(context, source, "rl", 8)
     assert first is not None and again is not None and other is not None  # noqa: PT018
     again(1, 0)
     assert torch.equal(first(3, 1).tokens_T, again(3, 1).tokens_T)

@@ -301,7 +301,7 @@ def build_loop(
         algorithm=stage.algorithm,
         loss=loss_config(stage, run.recipe.model),
         schedule=schedule(stage),
-        demonstrations=mixed_in(run, stage, seed),
+        demonstrations=mixed_in(run, stage.imitated, stage.name, seed),
         learner=models.learner,
         sampler=sampler,
         prefetcher=build_prefetcher(stage, sampler, run.resume_from),

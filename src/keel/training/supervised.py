@@ -187,15 +187,16 @@ def _diagnose(made: ExampleLoop[Any], batch: Any) -> tuple[Cause, str]:
 # ---------------------------------------------------------------- imitation
 
 
-def mixed_in(run: RunContext, stage: StageConfig, seed: int) -> Callable[[int, int], Batch] | None:
+def mixed_in(
+    run: RunContext, source: ImitationSource | None, stage: str, seed: int
+) -> Callable[[int, int], Batch] | None:
     """What a stage imitates besides what else it learns, if anything: different examples, as far as
     there are so many, for each optimizer step, by the seed, the step and its own number in that."""
-    source = stage.imitated
     if source is None:
         return None
     seeded, policy = run.recipe.seed, run.policy
     sets = [open_set(one, policy, source, at, seed=seeded) for at, one in enumerate(source.data)]
-    _note_sets(run, stage.name, sets)
+    _note_sets(run, stage, sets)
     pool = [one.group for each in sets for one in each.examples]
     sizes = [len(each.examples) for each in sets]
     shares = np.repeat([one.weight for one in source.data] / np.array(sizes), sizes)
