@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -21,6 +21,7 @@ from keel.learn.loss import demonstrated, loss, prepare, whole_batch
 from keel.learn.optimizer import trainable
 from keel.models.head import Scores
 from keel.models.packed import Packed
+from keel.models.reference import Critic
 from keel.types import Completion, Group, Prompt
 from tests.learn.flat import answer
 from tests.learn.test_invariance import with_everything
@@ -253,6 +254,37 @@ def test_an_update_reads_replies_and_demonstrations() -> None:
         assert parameter.grad is not None
         torch.testing.assert_close(parameter.grad, found[name], rtol=0, atol=1e-10, msg=name)
     assert max(float(slope.abs().max()) for slope in found.values()) > 1e-3
+
+
+def test_critic_and_scores_read_no_demonstrations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a micro-batch holds them alone: ranks compute together."""
+    whole = prepared(with_everything("dapo").model_copy(update={"auxiliary": TERMS}))
+    own = batch()[0]
+    assert torch.equal(whole.actions.rollouts.tokens_T, own.tokens_T)
+    alone = whole.select([7, 8]).actions
+    assert alone.rollouts is alone
+    read: list[int] = []
+
+    class Values:
+        def values(self, packed: Packed) -> Tensor:
+            read.append(len(packed.tokens_T))
+            return torch.zeros(len(packed.target_N))
+
+    made = replace(learner("gpt2", 10_000), critic=cast("Critic", Values()))
+    found = made.scores(PRESETS["grpo"].algorithm, whole.actions)
+    assert read == [len(own.packed.tokens_T)]
+    assert found.value_N is not None
+    assert len(found.value_N) == sum(own.lengths)
+    scored = made.policy.scores
+    monkeypatch.setattr(
+        type(made.policy), "scores",
+        lambda self, packed, *args, **keys: (read.append(len(packed.tokens_T)),
+                                             scored(packed, *args, **keys))[1],
+    )  # fmt: skip
+    reads_all = with_everything("m2po").model_copy(update={"auxiliary": TERMS})
+    assert reads_all.whole_batch
+    made._prepared(reads_all, whole, moved=True)
+    assert read[1:] == read[:1]
 
 
 def test_every_kept_token_is_on_its_place_after_a_selection() -> None:

@@ -78,7 +78,14 @@ def same(learner: Learner, before: list[torch.Tensor]) -> bool:
 
 def test_only_loss_and_gradient_decide_on_a_step() -> None:
     stop_unless_finite({"loss": 1.0, "ratio/mean": math.inf, "entropy": math.nan})
-    for name in ("loss", "loss/policy", "value/loss", "grad_norm", "value/grad_norm"):
+    for name in (
+        "loss",
+        "loss/policy",
+        "kl/mismatched",
+        "value/loss",
+        "grad_norm",
+        "value/grad_norm",
+    ):
         with pytest.raises(NotFinite, match=name) as caught:
             stop_unless_finite({"kl": 0.0, name: math.nan})
         assert caught.value.names == (name,)

@@ -50,6 +50,18 @@ def budget(source: dict[str, Any], device: str) -> Budget:
     return Budget(plan_of(made, made.stages[0], model, card(device).memory), card(device))
 
 
+def test_a_longer_demonstration_is_counted() -> None:
+    """It is computed alone, next to what is sampled, and takes no room of the sampler's."""
+    made = load_recipe(recipe(HALF, {}, token_budget=1024))
+    model = without_weights(model_config(made.model))
+    plain, longer = (
+        plan_of(made, made.stages[0], model, card("h100").memory, 20, shown)
+        for shown in (0, 20_000)
+    )
+    assert plain.tokens < longer.tokens == 20_000
+    assert longer.longest == plain.longest
+
+
 def test_half_a_billion_fits_an_h100() -> None:
     """Fully trained, at the default token budget, with room for all 256 sequences."""
     found = budget(recipe(HALF, {}), "h100")

@@ -147,6 +147,7 @@ CASES: list[tuple[Any, ...]] = [
         (words[-1].partition("=")[0], rl(), tuple(words))
         for words in map(str.split, OVERRIDES.strip().splitlines())
     ),
+    ("algorithm.auxiliary.0.kind", rl(), ("algorithm.auxiliary=[{kind='replies'}]",), CHAT),
     ("model.autocast", rl(model={**BUILD, "autocast": False}), ()),
     ("model.autocast", rl(model={**BUILD, "autocast": False}), ("model.dtype=float64",), CHAT),
     ("model.head_dtype", rl(model={**BUILD, "head_dtype": "tf32"}), ()),
@@ -237,6 +238,8 @@ algorithm=m2po minibatches=2 algorithm.masks.0.bound=0.1
 algorithm=chord demonstrations.data=[{name='a:b'}] algorithm.auxiliary={final=0.0,decay_steps=9}
 algorithm=ppo algorithm.value.clip=0.5 value.optimizer.learning_rate=1e-4
 algorithm=ppo algorithm.divergence.beta=0.0 reference.measured=true
+rollout.max_turns=3 algorithm.auxiliary=[{kind='replies',coefficient=0.2}]
+rollout.program=mine.py:run algorithm.auxiliary=[{kind='replies'}]
 reference.measured=true
 reference.reset_every=10
 evaluation.samples=4 evaluation.temperature=0.5 evaluation.every=100

@@ -43,6 +43,24 @@ def test_demonstrations_lift_a_policy_that_is_never_right(tmp_path: Path) -> Non
     assert rows[-1]["loss/demonstrations"] < 0.5 * rows[0]["loss/demonstrations"]
 
 
+def test_tokens_of_a_step_include_demonstrations(tmp_path: Path) -> None:
+    """Six of four tokens and an answer of four, in each optimizer step."""
+    none = TERM.replace("0.5", "0.0")
+    keys = ("steps=1", "minibatches=2", SHOWN, "evaluation.prompts=0")
+    (shown,), (plain,) = (
+        metrics(run(tmp_path / name, *keys, term)) for name, term in (("a", TERM), ("b", none))
+    )
+    assert shown["step/tokens"] - plain["step/tokens"] == 2 * 6 * (4 + 4)
+
+
+def test_warm_up_of_values_imitates_nothing(tmp_path: Path) -> None:
+    keys = ("algorithm=ppo", "steps=2", "value.warmup_steps=1", SHOWN, TERM)
+    first, second = metrics(run(tmp_path, *keys))
+    names = {"loss/demonstrations", "demonstrations/share"}
+    assert not names & first.keys()
+    assert names <= second.keys()
+
+
 def test_draws_are_a_function_of_seed_and_step(tmp_path: Path) -> None:
     recipe = small("algorithm=chord", SHOWN)
     writer = SimpleNamespace(note=lambda text: None)

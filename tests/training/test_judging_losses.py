@@ -22,6 +22,7 @@ from keel.models import lora
 from keel.models.policy import Policy
 from keel.models.reference import reference_for
 from keel.models.reward import Answered, Reader, RewardModel, reward_model_from
+from keel.training import judged_losses
 from keel.training.judged_data import EncodedPair, Marked, encoder, of_step, ready
 from keel.training.judged_losses import (
     PolicyLoss,
@@ -356,6 +357,27 @@ def test_kto_equals_plain_transformers(token_budget: int) -> None:
     assert not {"rewards/rejected", "rewards/margins"} & one.keys()
 
 
+@pytest.mark.parametrize("nll", [0.0, 1.0])
+def test_prompts_are_scored_for_an_nll_alone(monkeypatch: pytest.MonkeyPatch, nll: float) -> None:
+    policy, loss = tiny.policy(), PREFERENCE_LOSSES["orpo"]
+    pairs = [encoder("pairs", Reader(policy.tokenizer))(row) for row in PAIRS]
+    work = PolicyLoss(policy, None, TokenBudget(10_000), loss, {**loss.keys, "nll": nll})
+    scored: list[int] = []
+    whole = judged_losses.pack
+    monkeypatch.setattr(
+        judged_losses, "pack",
+        lambda tokens, targets, device: (scored.append(sum(map(len, targets))),
+                                         whole(tokens, targets, device))[1],
+    )  # fmt: skip
+    work.backward(pairs, 10_000)
+    work.implied_rewards([answer for row in pairs for answer in (row.chosen, row.rejected)])
+    every = [answer for row in pairs for answer in (row.chosen, row.rejected)]
+    answers = sum(len(one.tokens) - one.begins for one in every)
+    prompts = sum(one.begins - 1 for one in every)
+    assert prompts > 0
+    assert scored == [answers + prompts * bool(nll), answers]
+
+
 def test_answers_of_other_prompts_end_at_the_limit() -> None:
     policy = tiny.policy()
     rows = list(map(encoder("labels", Reader(policy.tokenizer)), LABELS))
@@ -545,5 +567,7 @@ def test_non_finite_scores_are_an_error(wrong: float) -> None:
     def judge(answers: Sequence[Answered]) -> list[list[float]]:
         return [[wrong if at == 3 else 0.0] for at in range(len(answers))]
 
-    with pytest.raises(KeelError, match=r"scores of 1 of 12 validation answers are not finite"):
+    with pytest.raises(
+        KeelError, match=r"^the scores of 1 of 12 validation answers are not finite"
+    ):
         measure_pairs(rows, judge)

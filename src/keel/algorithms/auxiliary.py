@@ -74,10 +74,20 @@ class PositiveNLL(AuxiliaryTerm):
         return _added(f"{number(self.coefficient)} {mean}", right, text)
 
 
+_SILENT = UnusedIf(
+    lambda key: (
+        key.stage.rollout.program is None
+        and (key.stage.rollout.max_turns == 1 or key.facts.replies.get(key.stage.name) is False)
+    ),
+    "no rollout has a reply: set rollout.max_turns, for a task that replies, or rollout.program",
+)
+
+
 class Replies(AuxiliaryTerm):
     """ECHO: predicts what the environment replied in the rollouts."""
 
-    kind: Literal["replies"] = "replies"
+    kind: Annotated[Literal["replies"], _SILENT] = "replies"
+    coefficient: Annotated[Coefficient, _SILENT] = 0.1
     source: ClassVar[str] = "arXiv:2605.24517"
     of: ClassVar[Literal["replies"]] = "replies"
 

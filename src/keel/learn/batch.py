@@ -263,6 +263,12 @@ class Batch(Actions):
         return turn_N - start_S.repeat_interleave(self.lengths_S, output_size=len(gap_N))
 
     @property
+    def rollouts(self) -> Batch:
+        """The sequences that have any of the N; all where none has, as ranks compute together."""
+        own = [i for i, length in enumerate(self.lengths) if length]
+        return self.select(own) if 0 < len(own) < self.sequences else self
+
+    @property
     def imitated_M(self) -> Bool[Tensor, " M"]:
         """Whether each of the M is of a demonstration."""
         written_M = _repeated(self.lengths, self.extra_lengths)

@@ -152,7 +152,7 @@ class Learner:
         if places is not None:
             scores = scores.parted(places, len(batch.target_N))
         if self.critic is not None:
-            scores = replace(scores, value_N=self.critic.values(batch.packed))
+            scores = replace(scores, value_N=self.critic.values(batch.rollouts.packed))
         return scores
 
     @torch.no_grad()
@@ -298,7 +298,7 @@ class Learner:
         """The batch with what its terms read of all of it, under the current policy."""
         if not algorithm.whole_batch:
             return batch
-        now, entropy = batch.actions, algorithm.reads_entropy
+        now, entropy = batch.actions.rollouts, algorithm.reads_entropy
         if moved:
             now = self.score(now, old=True, reference=False, others=False, entropy=entropy)
         assert now.old_log_prob_N is not None

@@ -24,7 +24,9 @@ from keel.models.sharded import whole
 from keel.types import KeelError
 
 Named = list[tuple[str, nn.Parameter]]
-DECISIVE = frozenset({"loss", "loss/policy", "value/loss", "grad_norm", "value/grad_norm"})
+DECISIVE = frozenset(
+    {"loss", "loss/policy", "kl/mismatched", "value/loss", "grad_norm", "value/grad_norm"}
+)
 """The metrics that decide whether a step is taken."""
 _WEIGHTS = "the weights "
 

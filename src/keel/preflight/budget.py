@@ -27,12 +27,14 @@ PROMPT = 1024
 
 
 def plan_of(
-    recipe: Recipe, stage: Stage, model: PreTrainedModel, memory: int, example: int | None = None
-) -> MemoryPlan:
+    recipe: Recipe, stage: Stage, model: PreTrainedModel, memory: int,
+    example: int | None = None, shown: int = 0,
+) -> MemoryPlan:  # fmt: skip
     """What a stage keeps on a GPU that has `memory` bytes.
 
     `model` may be without weights. `example` is the longest example in tokens, without the
     completion that is sampled; None: `prompts.max_tokens` of a prompt, or `PROMPT`.
+    `shown` is the longest demonstration that is imitated next to what is sampled.
     """
     spec, sampling = recipe.model, stage.sampling
     trained, adapter, quantised = model, spec.lora, spec.quantisation is not None
@@ -66,7 +68,7 @@ def plan_of(
         critic = shape_of(model if name is None else _named(spec, name))
     return MemoryPlan(
         shape=shape_of(trained),
-        tokens=max(most, longest),
+        tokens=max(most, longest, shown),
         longest=longest,
         rows=rows,
         weight=BYTES[spec.dtype],

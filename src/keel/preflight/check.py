@@ -214,7 +214,7 @@ def _budgets(
     for context in contexts:
         example = None if context.longest is None else context.longest.tokens
         try:
-            plan = plan_of(recipe, context.stage, model, here.memory, example)
+            plan = plan_of(recipe, context.stage, model, here.memory, example, context.shown)
         except KeelError:  # a model that does not load, which is a finding already
             budgets.append({})
             continue

@@ -202,7 +202,8 @@ class StageContext:
     """A stage and what its inspection found: figures in order, findings, and what it left out.
 
     `unread` are the keywords that the chat template does not read. A trial of the stage runs on
-    `longest`, its longest example, with at most `step_prompts` prompts a step. `scoring` are the
+    `longest`, its longest example, with at most `step_prompts` prompts a step; `shown` are the
+    tokens of the longest demonstration that is imitated besides. `scoring` are the
     seconds that a step's rewards take, `forecasts` the costs of judges, `metrics` the names of
     what the batch and the trial recorded.
     """
@@ -216,6 +217,7 @@ class StageContext:
     prompts: PromptStats | None = None
     unread: frozenset[str] = frozenset()
     longest: LongestExample | None = None
+    shown: int = 0
     step_prompts: int | None = None
     scoring: float = 0.0
     forecasts: list[Forecast] = field(default_factory=list)

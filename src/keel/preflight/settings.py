@@ -218,7 +218,8 @@ def _why_unused(
             default, value = None, table[int(part)]
         else:
             return None
-    if value == default:
+    chosen = path[-1] == "kind" and isinstance(path[len(path) - 2], int)  # an entry of a list
+    if value == default and not chosen:
         return None
     shown = "none" if value is None else json.dumps(value, ensure_ascii=False, default=str)
     reasons = (mark.why.format(key=use) for mark, use in marks if mark.condition(use))

@@ -369,7 +369,9 @@ def inspect_imitation(context: StageContext, source: ImitationSource) -> None:
         limit = source.limit(policy.context)
         context.add(dropped_thoughts(policy.tokenizer, rows, examples, limit, key))
         longest = max(examples, key=lambda one: len(one.tokens))
-        if context.longest is None or len(longest.tokens) > context.longest.tokens:
+        if source.key:
+            context.shown = max(context.shown, len(longest.tokens))
+        elif context.longest is None or len(longest.tokens) > context.longest.tokens:
             row = next(row for row in rows if row.id == longest.id)
             context.longest = LongestExample(len(longest.tokens), row.columns, data.raw)
         report_left_out(context, one_set.left_out)

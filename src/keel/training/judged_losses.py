@@ -61,15 +61,16 @@ class PolicyLoss:
         sums: dict[str, float] = {}
         keys = dict(self.keys)
         nll = keys.pop("nll")
+        whole = self.loss.prompt and nll > 0
         answers = [answer for pair in pairs for answer in (pair.chosen, pair.rejected)]
         shares = [share for pair in pairs for share in (pair.probability, 1 - pair.probability)]
         tokens = sum(
-            share * (len(answer.tokens) - self._first(answer))
+            share * (len(answer.tokens) - (1 if whole else answer.begins))
             for answer, share in zip(answers, shares, strict=True)
         )
         for span in sizes_of(pairs, self.policy.device).spans(token_budget):
             part = slice(2 * span.start, 2 * span.stop)
-            ratio_S, log_prob_S = self._scored(answers[part])
+            ratio_S, log_prob_S = self._scored(answers[part], whole)
             share_S = ratio_S.new_tensor(shares[part])
             score_S = self.loss.scores(ratio_S)
             gap_C = score_S[0::2] - score_S[1::2]
@@ -121,22 +122,19 @@ class PolicyLoss:
             for own, other in zip(answers, (*answers[-1:], *answers[:-1]), strict=True)
         ]
 
-    def _first(self, answer: Answered) -> int:
-        """The first token of an answer or its prompt that is scored."""
-        return 1 if self.loss.prompt else answer.begins
-
-    def _scored(self, answers: Sequence[Answered]) -> tuple[Tensor, Tensor]:
+    def _scored(self, answers: Sequence[Answered], whole: bool = False) -> tuple[Tensor, Tensor]:
         """Of each answer its log-ratio to the reference, or the log-probability without one (a sum
-        over its tokens, or their mean), and the log-probability that an NLL is made of."""
+        over its tokens, or their mean), and its log-probability, with the prompt's if `whole`."""
+        first = [1 if whole else answer.begins for answer in answers]
         packed = pack(
             [torch.tensor(answer.tokens) for answer in answers],
-            [torch.arange(self._first(answer), len(answer.tokens)) for answer in answers],
+            [torch.arange(at, len(a.tokens)) for at, a in zip(first, answers, strict=True)],
             self.policy.device,
         )
         parts = [
             n
-            for answer in answers
-            for n in (answer.begins - self._first(answer), len(answer.tokens) - answer.begins)
+            for at, answer in zip(first, answers, strict=True)
+            for n in (answer.begins - at, len(answer.tokens) - answer.begins)
         ]
         parts_P = torch.tensor(parts, device=packed.device)
 
@@ -349,7 +347,7 @@ def _finite(scores: list[list[float]]) -> list[list[float]]:
     wrong = sum(not np.isfinite(one).all() for one in scores)
     if wrong:
         raise KeelError(
-            f"the reward model's scores of {wrong} of {len(scores)} validation answers are not "
+            f"the scores of {wrong} of {len(scores)} validation answers are not "
             "finite: lower optimizer.learning_rate, or resume from an earlier checkpoint"
         )
     return scores

@@ -161,9 +161,10 @@ class RLLoop(Loop):
                 with clock("update"):
                     updated = update_models(self, batch, estimates, rollouts, progress, number)
                 metrics |= updated.metrics
-                metrics["step/tokens"] = float(sum(batch.input_lengths))
+                shown = (p.batch.actions.input_lengths[len(p.places) :] for p, _ in updated.tokens)
+                metrics["step/tokens"] = float(sum(batch.input_lengths) + sum(map(sum, shown)))
                 skipped, bonus = updated.skipped, updated.bonus
-                work = _work(self, rollouts, updated.minibatches, beta)
+                work = _work(self, rollouts, [part for part, _ in updated.tokens], beta)
                 values, tokenizer = _token_values(batch, updated), self.sampler.chat.tokenizer
                 records = partial(rollout_records, rollouts, values, tokenizer)
                 if number > schedule.value_warmup_steps:  # before, the policy did not move
@@ -288,7 +289,7 @@ def update_models(
     for at, rolled_out in enumerate([*batches] * schedule.epochs):
         now = with_bonus(algorithm, bonus)
         drawn = replace(rolled_out.batch, seed=derive(seed, "masks", at))
-        if loop.demonstrations is not None:
+        if loop.demonstrations is not None and rates[0] is not None:
             drawn = demonstrated(algorithm, drawn, loop.demonstrations(number, at), number)
         part = replace(rolled_out, batch=drawn)
         try:
@@ -321,7 +322,7 @@ def update_models(
         "learning_rate": rates[0] or 0.0,
         **({"value/learning_rate": rates[1]} if loop.learner.learns_values else {}),
         "beta": progress.beta,
-        **({"demonstrations/share": shown.share(number)} if shown else {}),
+        **({"demonstrations/share": shown.share(number)} if shown and rates[0] is not None else {}),
         **({"entropy/coefficient": float(np.mean(applied))} if bonus else {}),
     }
     tokens = [(part, losses.tokens) for part, losses in taken]
@@ -390,13 +391,12 @@ def adapted(
 
 
 def _work(loop: RLLoop, rollouts: Rollouts, parts: Sequence[Minibatch], beta: float) -> StepWork:
-    """What a step generated, and the operations of its update if the card's peak is known."""
+    """What a step generated, and the operations of its updates if the card's peak is known."""
     policy, operations = loop.learner.policy, 0.0
     peak = peak_of(policy.device)
     for part in parts if peak is not None else ():
         moving, _ = by_gradient(loop.algorithm, part.batch, beta)
         operations += operations_of(policy, part.batch.actions, moving)
-    operations *= loop.schedule.epochs
     return StepWork(rollouts.metrics["rollout/tokens"], rollouts.seconds, operations, peak)
 
 

@@ -66,7 +66,8 @@ def operations_of(policy: Policy, batch: Batch, moving: Sequence[int]) -> float:
         common = batch.shared or (0,) * batch.sequences
         shared = [common[i] if i and ((i - 1) in inside) is side else 0 for i in places]
         tokens = sum(lengths) - sum(shared)
-        scored = sum(batch.lengths[i] for i in places)
+        extra = batch.extra_lengths or (0,) * batch.sequences
+        scored = sum(batch.lengths[i] + extra[i] for i in places)
         pairs = attention_pairs(lengths, shared)
         if side:
             total += shape.update(tokens, pairs, scored, rank)
