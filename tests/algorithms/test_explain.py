@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 
 from keel.algorithms import spec
-from keel.algorithms.explain import explain_algorithm, explain_preset
+from keel.algorithms.explain import explain_algorithm, explain_preset, models
 from keel.algorithms.losses import Adaptive
 from keel.algorithms.presets import CHOICE, PRESETS
 from keel.algorithms.render import Explanation
 from keel.algorithms.spec import Algorithm
 from keel.algorithms.symbols import width
 from keel.algorithms.terms import Setting
+from keel.algorithms.weighted import Dro
 from keel.types import KeelError
 from tests.algorithms import samples
 
@@ -112,6 +113,27 @@ def test_a_preset_without_reward_holds_a_teacher_and_no_reward_model() -> None:
         (1.0, "T_n = Σ_{k≥0} 1^k (ℓ_{teacher,n+k} − ℓ_{old,n+k})", "of whole completions."),
     ],
 )
+def test_a_policy_that_teaches_itself_is_no_other_model() -> None:
+    uses = {use.role: use for use in explain_preset("sdft").models}
+    assert uses["teacher"].what == "the policy before the stage, with more in its prompt"
+    assert uses["teacher"].loaded
+    both = PRESETS["sdft"].algorithm.model_copy(
+        update={"divergence": PRESETS["grpo"].algorithm.divergence}
+    )
+    uses = {use.role: use for use in models(both, Setting(teacher="base"))}
+    assert uses["reference"].loaded
+    assert not uses["teacher"].loaded  # it is the reference's copy
+
+
+def test_a_surrogate_that_acts_without_advantage_stays_in_the_formula() -> None:
+    silent = PRESETS["gkd"].algorithm
+    (first, *_) = explain_algorithm(silent, None, Setting()).objective
+    assert "A_n" not in first.latex
+    dro = silent.model_copy(update={"surrogate": Dro(), "ratio": "token"})
+    (first, *_) = explain_algorithm(dro, None, Setting()).objective
+    assert "A_n" in first.latex
+
+
 def test_the_discount_of_a_teacher_says_which_divergence(
     gamma: float, formula: str, words: str
 ) -> None:

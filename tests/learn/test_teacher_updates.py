@@ -2,14 +2,40 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
 from keel.algorithms.presets import PRESETS
+from keel.learn.batch import Batch, from_groups
 from keel.learn.learner import backward
 from keel.learn.ranks import ONE
+from keel.types import Group, Prompt
 from tests.cluster.updates import built, parts_of
+from tests.learn.flat import answer
+
+
+def test_sequences_and_their_teachers_prompts_are_selected_together() -> None:
+    """Sizes are of the larger of both, sequence by sequence."""
+
+    def batch_of(*prompts: int) -> Batch:
+        return from_groups(
+            [
+                Group(Prompt(str(i), "", tokens=(1,) * count), (answer([2 + i, 9]),))
+                for i, count in enumerate(prompts)
+            ]
+        )
+
+    batch = replace(batch_of(1, 5, 2), taught=batch_of(4, 1, 6))
+    assert list(batch.sizes.lengths) == [6, 7, 8]
+    picked = batch.select([2, 0])
+    assert picked.taught is not None
+    for one in (picked, picked.taught):
+        assert one.tokens_T[one.target_N].tolist() == [4, 9, 2, 9]
+    assert picked.taught.input_lengths == (8, 6)
+    assert list(picked.sizes.lengths) == [8, 6]
 
 
 def gradients(tokens: int) -> tuple[float, dict[str, Tensor]]:

@@ -187,6 +187,13 @@ STAGES = {"sft": SFT, "rl": RL}
 REPORT: dict[str, Any] = {"stage": "rl", "phase": "rollout", "stages": STAGES, "end": ""}
 
 
+def test_trial_has_the_columns_that_a_teacher_is_shown() -> None:
+    keys = ["algorithm=sdft", "teacher={prompt='{prompt}{answer}', weights='live'}"]
+    (stage,) = check("tiny", [*SHORT, *keys]).stages
+    assert stage.skipped_checks == ()
+    assert stage.measured["seconds"] > 0
+
+
 def test_report_of_an_ended_trial_names_the_reason() -> None:
     finished = read_result({**REPORT, "end": "finished"}, 0)
     assert (finished.stages, finished.full) == (STAGES, False)

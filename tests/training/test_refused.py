@@ -51,6 +51,14 @@ OF_OLDER_WEIGHTS = (
             "which reference.reset_every moves: drop that",
         ),
         (
+            (
+                "algorithm=sdft",
+                "teacher={weights='averaged', prompt='{answer}'}",
+                "model.dtype=bfloat16",
+            ),
+            "in which a share of a step is rounded away",
+        ),
+        (
             ("algorithm=sdft", "teacher={prompt='\\boxed{}'}"),
             "is not the name of a column: write {{ and }}",
         ),

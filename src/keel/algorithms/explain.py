@@ -108,6 +108,7 @@ def preset_setting(preset: Preset) -> Setting:
         minibatches=preset.minibatches if preset.minibatches > 1 else None,
         dynamic_sampling=preset.dynamic_sampling,
         overlong_share=preset.overlong_share,
+        teacher=preset.teacher,
     )
 
 
@@ -339,8 +340,12 @@ def models(algorithm: Algorithm, setting: Setting) -> tuple[ModelUse, ...]:
             "base": "the policy before the stage, with more in its prompt",
             "averaged": "a moving average of the policy, with more in its prompt",
         }[setting.teacher]
-        nowhere = ("live", "server", *(("base", "averaged") if setting.lora else ()))
-        uses.append(ModelUse("teacher", what, loaded=setting.teacher not in nowhere))
+        held = setting.teacher in ("model", "base", "averaged")
+        if setting.teacher != "model" and setting.lora:
+            held = False  # an adapter
+        if setting.teacher == "base" and len(uses) > 1:
+            held = False  # the reference's copy
+        uses.append(ModelUse("teacher", what, loaded=held))
     if setting.reward == "model":
         uses.append(ModelUse("reward", "a reward model, frozen", loaded=True))
     elif algorithm.needs_reward:

@@ -33,6 +33,7 @@ from keel.algorithms.terms import (
     SINGLE_UPDATE,
     AsTuple,
     FrozenModel,
+    Teacher,
     UnusedIf,
     one_of,
 )
@@ -289,6 +290,7 @@ class Preset:
     dynamic_sampling: bool = False
     overlong_share: float = 0.0
     """Share of the completion budget over which length is punished (DAPO)."""
+    teacher: Teacher = "model"
 
 
 def contradictions(algorithm: Algorithm) -> Iterator[str]:

@@ -201,6 +201,10 @@ TermKey = Literal[
 ]  # fmt: skip
 
 
+Teacher = Literal["model", "server", "live", "base", "averaged"]
+"""Another model, loaded or on a server, or the policy itself: as it is, as it was, or averaged."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
     """What a recipe adds to an algorithm. None leaves the symbol standing for the figure.
@@ -227,7 +231,7 @@ class Setting:
     old_log_probs: Literal["trainer", "engine"] = "trainer"
     reference_reset_every: int | None = None
     reference_measured: bool = False
-    teacher: Literal["model", "server", "live", "base", "averaged"] = "model"
+    teacher: Teacher = "model"
 
     @property
     def step_sequences(self) -> int | None:

@@ -25,19 +25,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from keel.algorithms.signals import RewardSignals
-    from keel.objective import baselines, turns
+    from keel.objective import baselines
 else:
-    baselines, turns = Lazy("baselines"), Lazy("turns")
+    baselines = Lazy("baselines")
 
 _NO_TURNS = UnusedIf(lambda key: key.table.omega == 0, "omega = 0 leaves the turns out")
 
 
-def _of_turns(term: AdvantageTerm, signals: RewardSignals, *names: str) -> Tensor:
-    """What the function of the term's kind makes of these signals."""
-    given = {name: signals.need(name) for name in ("reward_N", "turn_N", "lengths_S", *names)}
-    options = term.model_dump(exclude={"kind", "whiten"})
-    found: Tensor = getattr(turns, term.kind)(**given, **options)
-    return found
+_TURNS = ("reward_N", "turn_N", "lengths_S")
 
 
 def _relative(x: str, at: str, of: str, epsilon: float | None) -> str:
@@ -62,9 +57,8 @@ class GroupInGroup(AdvantageTerm):
     reads_groups: ClassVar[bool] = True
     reads_turns: ClassVar[bool] = True
     places_steps: ClassVar[bool] = True
-
-    def value(self, signals: RewardSignals) -> Tensor:
-        return _of_turns(self, signals, "anchor_N", "groups_S")
+    module: ClassVar[str] = "turns"
+    reads: ClassVar[tuple[str, ...]] = (*_TURNS, "anchor_N", "groups_S")
 
     def describe(self, algorithm: Choices, setting: Setting) -> Description:
         epsilon = self.epsilon if self.scale == "std" else None
@@ -91,9 +85,8 @@ class TurnRelative(AdvantageTerm):
     reads_groups: ClassVar[bool] = True
     reads_turns: ClassVar[bool] = True
     places_steps: ClassVar[bool] = True
-
-    def value(self, signals: RewardSignals) -> Tensor:
-        return _of_turns(self, signals, "groups_S")
+    module: ClassVar[str] = "turns"
+    reads: ClassVar[tuple[str, ...]] = (*_TURNS, "groups_S")
 
     def describe(self, algorithm: Choices, setting: Setting) -> Description:
         turn = _relative("r_k", "{,i}", "g", self.epsilon).replace("r_k_{,i}", "r_{k,i}")
@@ -122,9 +115,8 @@ class TurnGAE(AdvantageTerm):
     reads_turns: ClassVar[bool] = True
     bootstraps: ClassVar[bool] = True
     places_steps: ClassVar[bool] = True
-
-    def value(self, signals: RewardSignals) -> Tensor:
-        return _of_turns(self, signals, "value_N", "next_value_N")
+    module: ClassVar[str] = "turns"
+    reads: ClassVar[tuple[str, ...]] = (*_TURNS, "value_N", "next_value_N")
 
     def describe(self, algorithm: Choices, setting: Setting) -> Description:
         def step(at: str, to: str, gamma: float, lam: float) -> tuple[str, str]:

@@ -24,7 +24,7 @@ from keel.algorithms.masks import BinaryKL, ClipCov, SecondMoment, TotalVariatio
 from keel.algorithms.ratios import Weights
 from keel.algorithms.spec import Algorithm, Preset
 from keel.algorithms.surrogates import Clip, Fipo, KLCov, OnlineDPO, Real, Unclipped
-from keel.algorithms.terms import CHOICE
+from keel.algorithms.terms import CHOICE, Teacher
 from keel.algorithms.turn_advantages import GroupInGroup, RoleRelative, TurnGAE, TurnRelative
 from keel.algorithms.weighted import Cispo, LogProb, Topr, Vespo
 
@@ -39,6 +39,7 @@ def _variant(
     sources: dict[str, str],
     weights: str = "token_mean",
     minibatches: int = 1,
+    teacher: Teacher = "model",
     **choices: Any,
 ) -> Preset:
     """A preset whose choices are GRPO's without its divergence, but for these; so are `sources`."""
@@ -60,6 +61,7 @@ def _variant(
         algorithm=Algorithm(**given, weights=Weights(kind=weights)),  # type: ignore[arg-type]
         sources=known,  # type: ignore[arg-type]
         minibatches=minibatches,
+        teacher=teacher,
     )
 
 
@@ -262,7 +264,7 @@ VARIANTS: Final = (
         "sdft", "Self-distillation: the policy, shown a demonstration, as its own teacher",
         "arXiv:2601.19897",
         advantage=ZeroAdvantage(), ratio="none", surrogate=LogProb(),
-        distillation=LossDistillation(mix=1.0),
+        distillation=LossDistillation(mix=1.0), teacher="base",
         sources={
             "advantage": "none is read", "ratio": "none is read", "surrogate": "0, as A is",
             "weights": f"token mean: {CHOICE}",

@@ -13,7 +13,7 @@ from pydantic import (
     model_validator,
 )
 
-from keel.algorithms.terms import AsTuple, FrozenModel, Positive, Share, Unit, UnusedIf
+from keel.algorithms.terms import AsTuple, FrozenModel, Positive, Share, Teacher, Unit, UnusedIf
 from keel.config.fields import Count, Depth, Seconds, Tokens, Width, Words
 from keel.config.secrets import wrong_key_name
 
@@ -229,7 +229,7 @@ class TeacherModel(FrozenModel):
     """Of its weights; `model` is `model.dtype`."""
 
     @property
-    def where(self) -> Literal["model", "server", "live", "base", "averaged"]:
+    def where(self) -> Teacher:
         """Whether it is a model that is loaded, one on a server, or the policy itself, and how."""
         return "server" if self.url else "model" if self.name else self.weights
 

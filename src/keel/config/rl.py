@@ -420,8 +420,14 @@ class RolloutStage(StageConfig):
         return explain_algorithm(self.algorithm, preset=self.algorithm.preset, context=setting)
 
     def check_processes(self, model: Model, cluster: Cluster) -> None:
-        """What several processes, and more than one step ahead, cannot do."""
+        """What a dtype, several processes, and more than one step ahead cannot do."""
         averaged = self.teacher is not None and self.teacher.averaged
+        if averaged and model.dtype == "bfloat16" and model.lora is None:
+            raise ValueError(
+                f'{self.name}.teacher.weights = "averaged" does not go with model.dtype = '
+                '"bfloat16", in which a share of a step is rounded away: set model.dtype = '
+                '"float32", or model.lora'
+            )
         resets = averaged or self.reference.reset_every
         if cluster.processes > 1 and model.lora is not None and resets:
             which = "teacher.weights" if averaged else "reference.reset_every"

@@ -276,10 +276,13 @@ class Batch(Actions):
 
     @property
     def sizes(self) -> PackedSizes:
-        """The sizes that decide where micro-batches end: those of a teacher's prompts if they are
-        the longer ones."""
-        longest = max(self, self.taught or self, key=lambda one: len(one.tokens_T))
-        return sizes_on(self.target_N.device, longest.input_lengths, longest.shared)
+        """The sizes that decide where micro-batches end: of each sequence the larger one, with its
+        own prompt or the teacher's."""
+        lengths, shared, other = self.input_lengths, self.shared, self.taught
+        if other is not None:
+            lengths = tuple(map(max, lengths, other.input_lengths))
+            shared = tuple(map(min, shared, other.shared))
+        return sizes_on(self.target_N.device, lengths, shared)
 
     def select(self, indices: Sequence[int]) -> Batch:
         """The batch of these sequences, in this order; sequences are never cut."""

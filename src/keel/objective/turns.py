@@ -118,7 +118,7 @@ def turn_gae(
 
     Of one turn it is `gae.gae`.
 
-    Source: bi-level GAE, VAGEN, arXiv:2510.16907.
+    Source: bi-level GAE, VAGEN, arXiv:2510.16907, whose code reads V at a turn's last token.
     """
     lengths_U, turns_S = turn_lengths(turn_N, lengths_S)
     inside_N = continues(lengths_U)

@@ -70,6 +70,7 @@ from keel.preflight.trial import LongestExample
 from keel.rewards.code import CodeReward
 from keel.rewards.registry import NamedReward
 from keel.rewards.scorer import Scorer
+from keel.runs.values import plain
 from keel.training.judged_data import encoder
 from keel.training.judging import base_policy
 from keel.training.setup import (
@@ -294,6 +295,11 @@ def _set_work(
         other = next(others, None)
         if other is not None:
             data["validation"] = prompt_columns(other.content, ())["prompt"]
+    teacher, algorithm = sampling.teacher, sampling.algorithm
+    names: set[str | None] = {*(() if teacher is None else teacher.columns)}
+    names.add(None if algorithm is None else algorithm.advantage.role_column)
+    read = {name: value for name, value in longest.columns.items() if name in names}
+    data["columns"] = plain(read)
     raw = longest.task in stats.source.encoder.raw
     context.longest = LongestExample(len(longest.tokens), data, raw)
     if rollout.program is not None:

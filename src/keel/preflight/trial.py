@@ -160,7 +160,8 @@ class RepeatedPrompt(BaseTask):
         if split == "validation":
             content = self.example.get("validation", content)
         tools = tuple(self.example.get("tools", ()))
-        return Prompt(f"{self.name}/{split}/{index}", content, {}, self.name, tools=tools)
+        columns = self.example.get("columns", {})  # what a teacher or an advantage reads
+        return Prompt(f"{self.name}/{split}/{index}", content, columns, self.name, tools=tools)
 
     def gold(self, prompt: Prompt) -> str | None:
         answer: str | None = self.example.get("answer")
