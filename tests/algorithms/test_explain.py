@@ -105,14 +105,6 @@ def test_a_preset_without_reward_holds_a_teacher_and_no_reward_model() -> None:
     assert logged.loaded == ("policy", "teacher", "reward")
 
 
-@pytest.mark.parametrize(
-    ("gamma", "formula", "words"),
-    [
-        (0.0, "T_n = ℓ_{teacher,n} − ℓ_{old,n}", "the next token, with the distribution of states"),
-        (0.5, "T_n = Σ_{k≥0} 0.5^k (ℓ_{teacher,n+k} − ℓ_{old,n+k})", "biased by the discount"),
-        (1.0, "T_n = Σ_{k≥0} 1^k (ℓ_{teacher,n+k} − ℓ_{old,n+k})", "of whole completions."),
-    ],
-)
 def test_a_policy_that_teaches_itself_is_no_other_model() -> None:
     uses = {use.role: use for use in explain_preset("sdft").models}
     assert uses["teacher"].what == "the policy before the stage, with more in its prompt"
@@ -134,6 +126,14 @@ def test_a_surrogate_that_acts_without_advantage_stays_in_the_formula() -> None:
     assert "A_n" in first.latex
 
 
+@pytest.mark.parametrize(
+    ("gamma", "formula", "words"),
+    [
+        (0.0, "T_n = ℓ_{teacher,n} − ℓ_{old,n}", "the next token, with the distribution of states"),
+        (0.5, "T_n = Σ_{k≥0} 0.5^k (ℓ_{teacher,n+k} − ℓ_{old,n+k})", "biased by the discount"),
+        (1.0, "T_n = Σ_{k≥0} 1^k (ℓ_{teacher,n+k} − ℓ_{old,n+k})", "of whole completions."),
+    ],
+)
 def test_the_discount_of_a_teacher_says_which_divergence(
     gamma: float, formula: str, words: str
 ) -> None:
