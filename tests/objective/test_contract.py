@@ -186,6 +186,8 @@ EXAMPLES: dict[Function, Example] = {
     corrections.effective_sample_size: example(weight_N=n(1).exp()),
     corrections.chi_squared: example(weight_N=n(1).exp()),
     corrections.perplexity_ratio: example(OWN, engine_log_prob_N=n(1), old_log_prob_N=n(2)),
+    ratios.log_linear: example(
+        {"log_prob_N": n(1), "engine_log_prob_N": n(2), "lag_N": TURN.double()}),
     ratios.none: RATIO,
     ratios.token: RATIO,
     ratios.sequence: RATIO,

@@ -31,6 +31,18 @@ def test_values_are_the_loops(lengths: list[int], seed: int) -> None:
     assert ratios.none(new_N, old_N, lengths_S) is new_N
 
 
+def test_log_linear_lies_between_the_policies() -> None:
+    now_N, engine_N = loops.random(5, 1).requires_grad_(), loops.random(5, 2)
+    lag_N = loops.tensor([0.0, 1.0, 2.0, 3.0, 7.0])
+    old_N = ratios.log_linear(now_N, engine_N, lag_N)
+    assert not old_N.requires_grad
+    shares = [0.0, 1.0, 1 / 2, 1 / 3, 1 / 7]
+    pairs = zip(now_N.tolist(), engine_N.tolist(), shares, strict=True)
+    loops.close(old_N, [(1 - share) * now + share * engine for now, engine, share in pairs])
+    assert old_N[0] == now_N[0]
+    assert old_N[1] == engine_N[1]
+
+
 def gradient(ratio: object, advantage_N: torch.Tensor) -> torch.Tensor:
     new_N, old_N = loops.random(9, 3, 0.3).requires_grad_(), loops.random(9, 4, 0.3)
     lengths_S = loops.ints([4, 5])

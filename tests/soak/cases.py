@@ -124,6 +124,7 @@ LOOPS: dict[str, tuple[Make, Shows]] = {
         *("minibatches=3", "epochs=2", "optimizer.schedule=cosine"),
     ),
     "engine-log-probs": _rl("rollout.old_log_probs=engine", "rollout.mask_truncated=true"),
+    "log-linear": _rl(*AHEAD, "rollout.old_log_probs=log_linear", "minibatches=2", FAST_RATE),
     "best": _rl(
         "evaluation={every=1, samples=2, threshold=0.3}",
         "evaluation.prompts=32",

@@ -113,6 +113,18 @@ def test_sampling_overlaps_with_the_update(tmp_path: Path, monkeypatch: pytest.M
     assert len(load(train(small(*KEYS, "steps=3"), tmp_path / "run").path).metrics()) == 3
 
 
+def test_log_linear_old_log_probs_need_no_pass(tmp_path: Path) -> None:
+    keys = (*KEYS, "rollout.old_log_probs=log_linear", "algorithm.divergence=none", "steps=3")
+    folder = load(train(small(*keys), tmp_path / "run").path)
+    first, *later = folder.metrics()
+    assert first["rollout/staleness/max"] == 0
+    assert first["ratio/mean"] == pytest.approx(1, abs=1e-6)
+    for row in later:
+        assert row["rollout/staleness/max"] == 1
+        assert abs(row["ratio/mean"] - 1) > 1e-4
+    assert all(row.get("old_log_probs") is None for row in folder.rollouts(2))
+
+
 # ---------------------------------------------------------------- killed and resumed
 
 

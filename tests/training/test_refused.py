@@ -21,6 +21,7 @@ BF16 = "rollout.dtype=bfloat16"
 AHEAD = "rollout.async_level=1"
 TRUNCATE = "algorithm.corrections.kind=truncate"
 FROM_ENGINE = "rollout.old_log_probs=engine"
+LOG_LINEAR = "rollout.old_log_probs=log_linear"
 OF_OLDER_WEIGHTS = (
     "rollout.async_level = 1 trains on rollouts of older weights: set algorithm.corrections.kind = "
     '"truncate" or "mask" and rollout.old_log_probs = "trainer"'
@@ -118,6 +119,12 @@ OF_OLDER_WEIGHTS = (
             'set algorithm.corrections.kind = "truncate" and rollout.old_log_probs = "trainer", or',
         ),
         ((BF16, TRUNCATE, FROM_ENGINE), 'set it to "trainer"'),
+        ((LOG_LINEAR, TRUNCATE), "set rollout.async_level = 1 and algorithm.corrections.kind"),
+        ((LOG_LINEAR, AHEAD, TRUNCATE, "algorithm=reinforce"), "has no old policy: set"),
+        (
+            (LOG_LINEAR, AHEAD, TRUNCATE, "reference.measured=true"),
+            "reference.measured reads log-probs before the update, and rollout.old_log_probs",
+        ),
         (("rollout.dtype=float16", TRUNCATE), "should be 'model' or 'bfloat16'"),
         (("rewards.timeout=1e10",), "rewards.timeout = 10000000000.0: input should be less than"),
         (("rollout.timeout=0",), "rollout.timeout = 0: input should be greater than 0"),

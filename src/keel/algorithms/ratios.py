@@ -26,6 +26,13 @@ else:
 
 _LOG_RATIO = r"\ell_n - \ell_{\mathrm{old},n}"
 _SUM = r"\sum_{t\in i} (\ell_t - \ell_{\mathrm{old},t})"
+_LOG_LINEAR = (
+    equation(
+        r"\ell_{\mathrm{old},n}",
+        r"\mathrm{sg}[\ell_n + \alpha_i (\ell_{\mathrm{engine},n} - \ell_n)]",
+    ),
+    equation(r"\alpha_i", r"\frac{1}{d_i}, \quad 0 \text{ if } d_i = 0"),
+)
 _MEAN = rf"\exp\left(\frac{{1}}{{L_i}} \cdot {_SUM}\right)"
 
 
@@ -62,6 +69,12 @@ class RatioKind:
                 " The sampling engine's own log-probabilities stand for the old ones: equal to the "
                 "trainer's to about 1e-6 in float32."
             )
+        if setting.old_log_probs == "log_linear":
+            text = (
+                rf"{self.text} $\ell_\mathrm{{old}}$ lies between the policy and the one that "
+                "sampled, by how many updates $d_i$ the latter is behind; no pass computes it."
+            )
+            return Description((*self.equations, *_LOG_LINEAR), text)
         return Description(self.equations, text)
 
 

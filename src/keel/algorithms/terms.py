@@ -205,6 +205,11 @@ Teacher = Literal["model", "server", "live", "base", "averaged"]
 """Another model, loaded or on a server, or the policy itself: as it is, as it was, or averaged."""
 
 
+OldLogProbs = Literal["trainer", "engine", "log_linear"]
+"""Who computes log π_old: the trainer before the update, the engine as it sampled, or both, by how
+far the weights that sampled are behind."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
     """What a recipe adds to an algorithm. None leaves the symbol standing for the figure.
@@ -228,7 +233,7 @@ class Setting:
     length_penalty: float = 0.0
     truncated_factor: float = 1.0
     mask_truncated: bool = False
-    old_log_probs: Literal["trainer", "engine"] = "trainer"
+    old_log_probs: OldLogProbs = "trainer"
     reference_reset_every: int | None = None
     reference_measured: bool = False
     teacher: Teacher = "model"

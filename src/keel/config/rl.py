@@ -174,6 +174,8 @@ class RolloutStage(StageConfig):
                 "algorithm.corrections weigh the trainer's old log-probs against the engine's, and "
                 'rollout.old_log_probs = "engine" makes them the same: set it to "trainer"'
             )
+        if r.old_log_probs == "log_linear":
+            self._check_log_linear()
         if r.dtype != "model" and not self.algorithm.weighs:
             both = "" if r.old_log_probs == "trainer" else ' and rollout.old_log_probs = "trainer"'
             raise ValueError(
@@ -283,6 +285,32 @@ class RolloutStage(StageConfig):
                 "end: leave out options.streaming"
             )
         return self
+
+    def _check_log_linear(self) -> None:
+        key, algorithm = 'rollout.old_log_probs = "log_linear"', self.algorithm
+        if not self.rollout.async_level or not algorithm.weighs:
+            raise ValueError(
+                f"{key} lies between the policy and the older one that sampled, whose tokens are "
+                "then weighed: set rollout.async_level = 1 and "
+                'algorithm.corrections.kind = "truncate"'
+            )
+        whole = [c.kind for c in algorithm.corrections if c.kind in ("normalise", "custom")]
+        before = {
+            'divergence.where = "reward"': algorithm.reward_divergence is not None,
+            "divergence.adaptive": algorithm.divergence is not None
+            and algorithm.divergence.adaptive is not None,
+            f'corrections.kind = "{"".join(whole[:1])}"': bool(whole),
+            f'advantage.kind = "{algorithm.advantage.kind}"': algorithm.advantage.reads_squares,
+            'distillation.place = "advantage"': algorithm.scores_teacher,
+            "reference.measured": self.reference.measured,
+        }
+        if algorithm.ratio == "none":
+            raise ValueError(f'ratio = "none" has no old policy: set {key} to "trainer"')
+        for name in (name for name, reads in before.items() if reads):
+            raise ValueError(
+                f"{name} reads log-probs before the update, and {key} computes none: set it to "
+                '"trainer"'
+            )
 
     @property
     def imitated(self) -> ImitationSource | None:

@@ -13,6 +13,7 @@ from keel.algorithms.terms import (
     Coefficient,
     FrozenModel,
     KeyUse,
+    OldLogProbs,
     Positive,
     Unit,
     UnusedIf,
@@ -419,8 +420,9 @@ class Rollout(FrozenModel):
     length_penalty: Annotated[Coefficient, _NO_REWARD, _NO_GROUP] = 0.0
     """Weight β of a penalty of length, β max(p, 1/G) L / mean(L): p is the share of the group's G
     rewards above 0, mean(L) the group's mean length (ALP)."""
-    old_log_probs: Literal["trainer", "engine"] = "trainer"
-    """Who computes log π_old."""
+    old_log_probs: OldLogProbs = "trainer"
+    """Who computes log π_old; with `log_linear` (A-3PO) no pass does: it lies between the policy
+    and the engine, by how many updates the latter is behind."""
     engine: str = "native"
     """`native`, `vllm` ([how to](howto/vllm.md)), `stored` (what another run sampled), or
     `module:function` of a function that returns an engine (see [extending](extending.md))."""

@@ -38,7 +38,9 @@ class Actions:
     update (`old_log_prob_N`; None on an on-policy step with one update, whose current ones are
     equal); of the reference; of the teacher; and values. The last three are None where the
     algorithm has no such model. The policy's entropy and Σ_v π² before the update are there where
-    the algorithm asks for them. `anchor_N` is that of `RewardSignals`, None in a game.
+    the algorithm asks for them. `anchor_N` is that of `RewardSignals`, None in a game. `lags` are
+    the updates by which the `versions` are behind, where a log-linear `old_log_prob_N` is made of
+    them in the loss.
     """
 
     lengths: tuple[int, ...]
@@ -52,6 +54,7 @@ class Actions:
     value_N: Float[Tensor, " N"] | None = None
     anchor_N: Int[Tensor, " N"] | None = None
     versions: tuple[int, ...] = ()
+    lags: tuple[int, ...] = ()
 
     @property
     def device(self) -> torch.device:
@@ -104,6 +107,7 @@ class Actions:
             lengths=tuple(self.lengths[i] for i in indices),
             groups=tuple(self.groups[i] for i in indices),
             versions=tuple(self.versions[i] for i in indices if self.versions),
+            lags=tuple(self.lags[i] for i in indices if self.lags),
             **per_action(self, self.places(indices)),
         )
 

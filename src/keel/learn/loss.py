@@ -29,6 +29,7 @@ from keel.algorithms.surrogates import CustomSurrogate
 from keel.learn.advantages import CORRECTION, MASK, SURROGATE, call_custom
 from keel.learn.batch import A, Actions, Batch, Estimates, TrainBatch
 from keel.models.head import Scores, place_of_float64, widest
+from keel.models.packed import upload
 from keel.objective import divergences, ratios, segments
 from keel.objective.gae import explained_variance
 from keel.types import KeelError
@@ -71,7 +72,9 @@ def prepare(
         token_weight,
         1 / _count(actions),
         outcome_N=estimates.outcome_N,
-        correction_N=corrected(algorithm, actions) if algorithm.corrections else None,
+        correction_N=corrected(algorithm, actions)
+        if algorithm.corrections and not actions.lags
+        else None,
         auxiliary_K=auxiliary_K,
         seed=seed,
     )
@@ -115,6 +118,7 @@ def demonstrated(
         lengths=own.lengths + (0,) * count,
         groups=(*own.groups, *range(first, first + count)),
         versions=own.versions and own.versions + (0,) * count,
+        lags=own.lags and own.lags + (0,) * count,
         extra_target_M=torch.cat([replies_M, shown.target_N + len(own.tokens_T)]),
         extra_lengths=(own.extra_lengths or (0,) * own.sequences) + shown.lengths,
         taught=None,  # read before this
@@ -199,7 +203,7 @@ def _signals(
     actions: Actions = batch.actions
     known = _known(actions, algorithm.custom)
     if actions.old_log_prob_N is None:
-        known["old_log_prob_N"] = log_prob_N.detach()
+        known["old_log_prob_N"] = _made_old(actions, log_prob_N)
     log_ratio_N = algorithm.ratio_kind.log_ratio(
         log_prob_N, known["old_log_prob_N"], actions.lengths_S
     )
@@ -215,6 +219,15 @@ def _signals(
         edges=algorithm.surrogate.edges,
         seed=batch.seed,
     )
+
+
+def _made_old(actions: Actions, log_prob_N: Tensor) -> Tensor:
+    """ℓ_old of a batch without it."""
+    if not actions.lags:
+        return log_prob_N.detach()
+    lags_S = upload(actions.lags, actions.device)
+    lag_N = lags_S.repeat_interleave(actions.lengths_S, output_size=len(log_prob_N))
+    return ratios.log_linear(log_prob_N, actions.engine_log_prob_N, lag_N.to(log_prob_N))
 
 
 def _count(actions: Actions) -> int:
@@ -310,8 +323,11 @@ def loss(algorithm: Algorithm, batch: TrainBatch[Any], scores: Scores, beta: flo
             kept_N = batch.kept_N if kept_N is None else kept_N & batch.kept_N
     if kept_N is not None:  # not a product: a token left out may have an infinite surrogate
         surrogate_N = torch.where(kept_N, surrogate_N, torch.zeros_like(surrogate_N))
-    if batch.correction_N is not None:
-        surrogate_N = surrogate_N * batch.correction_N
+    correction_N = batch.correction_N
+    if algorithm.corrections and actions.lags:
+        correction_N = corrected(algorithm, replace(actions, old_log_prob_N=old_N))
+    if correction_N is not None:
+        surrogate_N = surrogate_N * correction_N
     terms: Terms = {"policy": (-1.0, weight_N * surrogate_N)}
     metrics: dict[str, Tensor] = {}
     divergence = algorithm.loss_divergence

@@ -11,13 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from keel.algorithms.spec import Algorithm
+from keel.algorithms.terms import OldLogProbs
 from keel.config.fields import derive
 from keel.config.stage import Optimizer
 from keel.learn.advantages import estimate, outcome
@@ -60,7 +60,7 @@ class LossConfig:
 
     max_tokens: int
     mask_truncated: bool = False
-    old_log_probs: Literal["trainer", "engine"] = "trainer"
+    old_log_probs: OldLogProbs = "trainer"
     score_old: bool = True
     score_entropy: bool = False
     score_squares: bool = False
@@ -151,7 +151,7 @@ class RLLoop(Loop):
         with self.prefetcher.prefetch(number, schedule.steps):
             if rollouts.groups:
                 with clock("score"):
-                    batch = score(self, rollouts)
+                    batch = score(self, rollouts, number)
                     weights = self.sampler.scorer.weights
                     rewards = outcome(
                         rollouts.groups, rollouts.results, rollouts.greedy, weights, rollouts.roles
@@ -236,8 +236,9 @@ def sync(loop: RLLoop, number: int) -> None:
         engine.weight_version = number
 
 
-def score(loop: RLLoop, rollouts: Rollouts) -> Batch:
-    """The rollouts as a batch, with the scores that the algorithm needs before the first update."""
+def score(loop: RLLoop, rollouts: Rollouts, number: int) -> Batch:
+    """The rollouts as a batch, with the scores that the algorithm needs before the first update of
+    step `number`."""
     learner, config = loop.learner, loop.loss
     replies = any(term.of == "replies" and term.coefficient for term in loop.algorithm.auxiliary)
     batch = from_groups(rollouts.groups, learner.device, replies=replies)
@@ -247,6 +248,8 @@ def score(loop: RLLoop, rollouts: Rollouts) -> Batch:
         batch = replace(batch, taught=from_groups(taught, learner.device))
     if config.old_log_probs == "engine":
         batch = replace(batch, old_log_prob_N=batch.engine_log_prob_N)
+    elif config.old_log_probs == "log_linear":
+        batch = replace(batch, lags=tuple(number - 1 - version for version in batch.versions))
     with loop.teacher.scoring(batch.taught or batch) if loop.teacher else nullcontext() as found:
         scored = learner.score(
             batch,
