@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from keel.analysis.diagnosis.table import diagnose
 from keel.models.chat import ChatEncoder, encode_prompt, teacher_groups
-from keel.models.policy import load_policy
+from keel.models.policy import Policy, load_policy
 from keel.platform.signals import Interrupted
 from keel.preflight.check import check
 from keel.runs.reader import load
@@ -71,6 +71,39 @@ def test_teacher_scores_at_the_temperature_of_the_samples(tmp_path: Path) -> Non
         assert (record["teacher/kl"], record["loss"], record["grad_norm"]) == (0.0, 0.0, 0.0)
     end = load_file(load(folder.path).checkpoints()[-1].path / "trainable.safetensors")
     assert all((end[name] == weight).all() for name, weight in start.trainable().items())
+
+
+def log_probs(
+    policy: Policy, weights: dict[str, Tensor], begin: list[int], row: dict[str, Any]
+) -> list[float]:
+    """log π of a recorded completion after a beginning, by transformers alone."""
+    model = AutoModelForCausalLM.from_config(policy.model.config, attn_implementation="eager")
+    model.load_state_dict({name.removeprefix("model."): w for name, w in weights.items()})
+    tokens = torch.tensor([begin + list(row["tokens"])])
+    with torch.no_grad():
+        log_TV = model(tokens).logits[0, :, : policy.tokens].log_softmax(-1)
+    places = range(len(begin) - 1, tokens.shape[1] - 1)
+    return [float(log_TV[at, tokens[0, at + 1]]) for at in places]
+
+
+def test_each_task_has_its_own_teacher(tmp_path: Path) -> None:
+    """Scored by transformers alone, whichever teachers a micro-batch has."""
+    tasks = "tasks=[{name='sort_digits'}, {name='addition', options={digits=1}}]"
+    keys = (*OPD, DENSE, tasks, "model.build.alphabet='0123456789>+='", "steps=1")
+    recipe = small(*keys, save_teacher(tmp_path))
+    seeds = {"sort_digits": 5, "addition": 6}
+    for task, seed in seeds.items():
+        load_policy(recipe.model, seed).save(tmp_path / task)
+    first, other = (str(tmp_path / task) for task in seeds)
+    teacher = f"teacher={{name='{first}', by_task={{addition='{other}'}}}}"
+    folder = run(tmp_path / "run", *keys, teacher, "token_budget=64")
+    rows = load(folder.path).rollouts(1)
+    assert {row["task"] for row in rows} == set(seeds)
+    for row in rows:
+        policy = load_policy(recipe.model, seeds[row["task"]])
+        begin = policy.tokenizer(row["prompt"])["input_ids"]
+        expected = log_probs(policy, policy.trainable(), begin, row)
+        np.testing.assert_allclose(row["teacher_log_probs"], expected, rtol=0, atol=1e-5)
 
 
 def test_reward_is_not_needed(tmp_path: Path) -> None:
@@ -144,17 +177,11 @@ def answered(folder: Path) -> tuple[str, ...]:
 
 
 def scored(weights: dict[str, Tensor], row: dict[str, Any]) -> list[float]:
-    """log π of a recorded completion after the teacher's prompt, by transformers alone."""
+    """log π of a recorded completion after the teacher's prompt."""
     policy = load_policy(small().model, small().seed)
-    model = AutoModelForCausalLM.from_config(policy.model.config, attn_implementation="eager")
-    model.load_state_dict({name.removeprefix("model."): w for name, w in weights.items()})
     prompt = row["prompt"]
     begin = policy.tokenizer(SHOWN.format(answer=prompt[:-1][::-1], prompt=prompt))["input_ids"]
-    tokens = torch.tensor([begin + list(row["tokens"])])
-    with torch.no_grad():
-        log_TV = model(tokens).logits[0, :, : policy.tokens].log_softmax(-1)
-    places = range(len(begin) - 1, tokens.shape[1] - 1)
-    return [float(log_TV[at, tokens[0, at + 1]]) for at in places]
+    return log_probs(policy, weights, begin, row)
 
 
 @pytest.mark.parametrize("weights", ["live", "base", "averaged"])

@@ -71,6 +71,14 @@ OF_OLDER_WEIGHTS = (
             ),
             "scores tokens that teacher.prompt has no place for: set distillation.place",
         ),
+        (
+            ("algorithm=gkd", "teacher={name='a/b', by_task={sort_digits='c/d'}}"),
+            'reads the vocabulary: set it to "advantage", or leave out by_task',
+        ),
+        (
+            ("algorithm=opd", "teacher={name='a/b', by_task={sort_digit='c/d'}}"),
+            "teacher.by_task: unknown task 'sort_digit'",
+        ),
         (("algorithm=opd", "teacher={url='http://a/v1'}"), "set teacher.name to the name that it"),
         (
             ("algorithm=opd", f"{SERVED}, api_key_env='sk-1 2'}}"),

@@ -38,13 +38,17 @@ class Server(ThreadingHTTPServer):
 
     def __init__(self, teacher: Policy) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
-        config = teacher.model.config
-        self.model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-        self.model.load_state_dict(teacher.model.state_dict())
-        self.teacher, self.lock = teacher, threading.Lock()
+        self.replace(teacher)
+        self.lock = threading.Lock()
         self.requests: list[tuple[dict[str, Any], str | None]] = []
         self.spoil: Callable[[list[Any]], Any] = lambda entries: entries
         self.statuses: list[int] = []
+
+    def replace(self, teacher: Policy) -> None:
+        config = teacher.model.config
+        self.model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+        self.model.load_state_dict(teacher.model.state_dict())
+        self.teacher = teacher
 
     @property
     def url(self) -> str:
@@ -69,7 +73,7 @@ class Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.requests.append((body, self.headers.get("Authorization")))
         status = self.server.statuses.pop(0) if self.server.statuses else 200
-        if self.path != "/v1/completions" or body["model"] != "big":
+        if self.path != "/v1/completions" or body["model"] not in ("big", "other"):
             status = 404
         found = self.server.spoil(self.server.entries(body["prompt"])) if status == 200 else None
         whole = {"choices": [{"prompt_logprobs": found}]} if found else {"error": "no such model"}
@@ -136,6 +140,19 @@ def test_served_teacher_equals_the_loaded_one(
     assert {key for _, key in server.requests} == {"Bearer a-secret-of-mine"}
     written = [p for p in far.path.rglob("*") if p.is_file()]
     assert not [p for p in written if b"a-secret-of-mine" in p.read_bytes()]
+
+
+def test_server_is_asked_for_the_model_of_each_task(server: Server, tmp_path: Path) -> None:
+    tasks = "tasks=[{name='sort_digits'}, {name='addition', options={digits=1}}]"
+    more = ", by_task={addition='other'}"
+    keys = (tasks, "model.build.alphabet='0123456789>+='", "steps=1")
+    server.replace(load_policy(small(*keys).model, 5))
+    run(tmp_path / "run", *OPD, *keys, served(server, more))
+    plus = small(*keys).model
+    added = load_policy(plus, 5).tokenizer.convert_tokens_to_ids("+")
+    probes, asked = 2 * 2, [body for body, _ in server.requests]
+    seen = {(body["model"], added in body["prompt"][:3]) for body in asked[probes:]}
+    assert seen == {("big", False), ("other", True)}
 
 
 def test_served_scores_do_not_depend_on_micro_batches(server: Server, tmp_path: Path) -> None:

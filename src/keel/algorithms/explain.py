@@ -335,13 +335,14 @@ def models(algorithm: Algorithm, setting: Setting) -> tuple[ModelUse, ...]:
     if algorithm.needs_teacher:
         what = {
             "model": "another model with the same tokenizer, frozen",
+            "models": "others with the same tokenizer, by the task of the prompt, frozen",
             "server": "another model with the same tokenizer, on a server",
             "live": "the policy, with more in its prompt: no memory",
             "base": "the policy before the stage, with more in its prompt",
             "averaged": "a moving average of the policy, with more in its prompt",
         }[setting.teacher]
-        held = setting.teacher in ("model", "base", "averaged")
-        if setting.teacher != "model" and setting.lora:
+        held = setting.teacher in ("model", "models", "base", "averaged")
+        if setting.teacher in ("base", "averaged") and setting.lora:
             held = False  # an adapter
         if setting.teacher == "base" and len(uses) > 1:
             held = False  # the reference's copy

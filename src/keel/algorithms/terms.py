@@ -201,8 +201,8 @@ TermKey = Literal[
 ]  # fmt: skip
 
 
-Teacher = Literal["model", "server", "live", "base", "averaged"]
-"""Another model, loaded or on a server, or the policy itself: as it is, as it was, or averaged."""
+Teacher = Literal["model", "models", "server", "live", "base", "averaged"]
+"""Other models, loaded or on a server, or the policy itself: as it is, as it was, or averaged."""
 
 
 OldLogProbs = Literal["trainer", "engine", "log_linear"]

@@ -204,6 +204,9 @@ class TeacherModel(FrozenModel):
     name: str | None = None
     """Folder or hub name of a causal language model with the policy's tokenizer; None: the policy,
     with a `prompt` of its own. With `url`, its name on the server."""
+    by_task: Annotated[dict[str, str], _OWN] = Field(default_factory=dict)
+    """Other teachers of single tasks: the folder, hub name or name on the server of each, by the
+    name of the task, as `{math = "...", code = "..."}`. All other keys are theirs too."""
     url: str | None = None
     """Base address of a vLLM server that scores the completions, such as http://localhost:8001/v1:
     no teacher is loaded, and `distillation.place` is "advantage"."""
@@ -231,7 +234,21 @@ class TeacherModel(FrozenModel):
     @property
     def where(self) -> Teacher:
         """Whether it is a model that is loaded, one on a server, or the policy itself, and how."""
-        return "server" if self.url else "model" if self.name else self.weights
+        if self.name is None:
+            return self.weights
+        if self.url is not None:
+            return "server"
+        return "models" if self.by_task else "model"
+
+    @property
+    def each(self) -> tuple[TeacherModel, ...]:
+        """The teacher, and those of single tasks."""
+        names = dict.fromkeys((self.name, *self.by_task.values()))
+        return tuple(self.model_copy(update={"name": name, "by_task": {}}) for name in names)
+
+    def of_task(self, task: str) -> int:
+        """The place of a task's teacher in `each`."""
+        return [one.name for one in self.each].index(self.by_task.get(task, self.name))
 
     @property
     def averaged(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
@@ -11,7 +11,7 @@ from keel.algorithms.presets import PRESETS
 from keel.algorithms.terms import AsTuple, FrozenModel, UnusedIf
 from keel.config.benchmarks import with_graders
 from keel.config.evaluation import Evaluation, SamplingSource
-from keel.config.fields import Count, Index, MicroBatchTokens, StageName, Tokens
+from keel.config.fields import Count, Index, MicroBatchTokens, StageName, Tokens, unknown
 from keel.config.layers import resolve_algorithm
 from keel.config.model import TeacherModel
 from keel.config.sources import (
@@ -242,6 +242,8 @@ class RolloutStage(StageConfig):
                 f'algorithm.auxiliary "{others[0]}" scores tokens that teacher.prompt has no place '
                 'for: set distillation.place = "advantage", or leave one of the two out'
             )
+        if self.teacher is not None and self.teacher.by_task:
+            self._check_teachers(self.teacher.by_task)
         if self.teacher is not None and self.teacher.kept and self.reference.reset_every:
             raise ValueError(
                 f'teacher.weights = "{self.teacher.weights}" is kept in the place of the reference '
@@ -285,6 +287,24 @@ class RolloutStage(StageConfig):
                 "end: leave out options.streaming"
             )
         return self
+
+    def _check_teachers(self, by_task: Mapping[str, str]) -> None:
+        if not self.algorithm.scores_teacher:
+            raise ValueError(
+                "teacher.by_task gives log-probabilities before the update, and distillation.place "
+                '= "loss" reads the vocabulary: set it to "advantage", or leave out by_task'
+            )
+        names = [task.name for task in self.tasks]
+        known = [
+            f"{name}#{count}" if (count := names[: at + 1].count(name)) > 1 else name
+            for at, name in enumerate(names)
+        ]
+        odd = [name for name in by_task if name not in known]
+        # The task of a Python function may name itself.
+        if odd and not any(":" in name for name in names):
+            raise ValueError(
+                f"teacher.by_task: {unknown('task', odd[0], known)}: name a task of this stage"
+            )
 
     def _check_log_linear(self) -> None:
         key, algorithm = 'rollout.old_log_probs = "log_linear"', self.algorithm

@@ -209,6 +209,7 @@ class Batch(Actions):
     terms may score more tokens, `extra_target_M`: of replies, or of demonstrations, which are
     sequences without any of the N. `extra_lengths` is their number in each sequence. `taught` has
     the same completions after the prompts that a teacher reads; None where those are the same.
+    `teachers` are the places of the sequences' teachers, where there are several.
     """
 
     tokens_T: Int[Tensor, " T"]
@@ -218,6 +219,7 @@ class Batch(Actions):
     extra_target_M: Int[Tensor, " M"] | None = None
     extra_lengths: tuple[int, ...] = ()
     taught: Batch | None = None
+    teachers: tuple[int, ...] = ()
 
     @cached_property
     def shared(self) -> tuple[int, ...]:
@@ -312,6 +314,7 @@ class Batch(Actions):
             prompt_lengths=tuple(self.prompt_lengths[i] for i in indices if self.prompt_lengths),
             target_N=chosen.target_N + moved(chosen.lengths),
             taught=None if self.taught is None else self.taught.select(indices),
+            teachers=tuple(self.teachers[i] for i in indices if self.teachers),
             **extra,
         )
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from keel.algorithms.spec import Algorithm
@@ -97,7 +98,7 @@ class Learner:
     optimizer: WeightOptimizer
     budget: TokenBudget
     reference: Reference | None = None
-    teacher: FrozenPolicy | None = None
+    teachers: Sequence[FrozenPolicy] = ()
     value_head: ValueHead | None = None
     critic: Critic | None = None
     value_optimizer: WeightOptimizer | None = None
@@ -138,9 +139,9 @@ class Learner:
         packed, places = batch.read
         taught, teacher = algorithm.loss_distillation, None
         if taught is not None:
-            assert self.teacher is not None
             read = packed if batch.taught is None else batch.taught.packed
-            teacher = OtherStates(self.teacher.hidden(read), self.teacher.head, taught.value)
+            [own] = self.teachers
+            teacher = OtherStates(own.hidden(read), own.head, taught.value)
         scores = self.policy.scores(
             packed,
             self.temperature,
@@ -342,12 +343,26 @@ class Learner:
                 made["reference_log_prob_N"] = self.reference.log_probs(
                     micro.packed, self.temperature
                 )
-            if teacher and self.teacher is not None:
-                packed = (micro.taught or micro).packed
-                made["teacher_log_prob_N"] = self.teacher.log_probs(packed, self.temperature)
+            if teacher and self.teachers:
+                made["teacher_log_prob_N"] = self._taught(micro.taught or micro)
             found.append(made)
         whole: dict[str, Any] = _end_to_end(self.ranks, found[:own], batch.target_N.device)
         return replace(batch, **whole)
+
+    def _taught(self, read: Batch) -> Float[Tensor, " N"]:
+        """Each sequence's log-probabilities of its own teacher. All teachers compute, as sharded
+        ones do on all ranks at once."""
+        if len(self.teachers) == 1:
+            return self.teachers[0].log_probs(read.packed, self.temperature)
+        found_N = read.engine_log_prob_N
+        for at, one in enumerate(self.teachers):
+            own = [place for place, its in enumerate(read.teachers) if its == at]
+            part = read.select(own or [0])
+            log_prob_K = one.log_probs(part.packed, self.temperature)
+            if own:
+                index_K = read.action_index(own)
+                found_N = found_N.to(log_prob_K).index_copy(0, index_K, log_prob_K)
+        return found_N
 
 
 @dataclass(frozen=True, eq=False)

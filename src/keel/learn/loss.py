@@ -122,6 +122,7 @@ def demonstrated(
         extra_target_M=torch.cat([replies_M, shown.target_N + len(own.tokens_T)]),
         extra_lengths=(own.extra_lengths or (0,) * own.sequences) + shown.lengths,
         taught=None,  # read before this
+        teachers=(),
     )
     return replace(batch, actions=actions, auxiliary_K=auxiliary_K, share=1 - share)
 

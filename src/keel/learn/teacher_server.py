@@ -47,8 +47,13 @@ class TeacherServer:
     def check(self, policy: Policy) -> None:
         """Compare tokens of the whole vocabulary, the last one among them, with the policy's."""
         ids = [*range(0, policy.tokens, -(-policy.tokens // PROBED)), policy.tokens - 1]
-        with _waiting(self._entries([0, *ids])) as found:
-            entries = found()
+        for one in self._choice.each:
+            with _waiting(self._entries([0, *ids], one.name)) as found:
+                self._check(policy, ids, found())
+
+    def _check(
+        self, policy: Policy, ids: Sequence[int], entries: Sequence[Mapping[str, Any]]
+    ) -> None:
         for token, entry in zip(ids, entries, strict=True):
             there, here = entry.get("decoded_token"), policy.tokenizer.decode([token])
             # Bytes within a character have no text of their own.
@@ -63,28 +68,33 @@ class TeacherServer:
         target_N = batch.target_N
         parts = torch.split(batch.tokens_T.cpu(), list(batch.input_lengths))
         sequences = [part.tolist() for part in parts]
-        with _waiting(self._scores(sequences, batch.lengths)) as found:
+        names = [one.name for one in self._choice.each]
+        models = [names[at] for at in batch.teachers or (0,) * batch.sequences]
+        with _waiting(self._scores(sequences, batch.lengths, models)) as found:
             yield lambda: torch.tensor(found(), device=target_N.device)[target_N]
 
     async def _scores(
-        self, sequences: Sequence[Sequence[int]], written: Sequence[int]
+        self,
+        sequences: Sequence[Sequence[int]],
+        written: Sequence[int],
+        models: Sequence[str | None],
     ) -> list[float]:
         """log π of each token after those before it; NaN where nothing is to be scored."""
         turns = asyncio.Semaphore(self._choice.requests)
 
-        async def scores(tokens: Sequence[int], asked: bool) -> list[float]:
+        async def scores(tokens: Sequence[int], asked: bool, model: str | None) -> list[float]:
             async with turns:
-                found = await self._entries(tokens) if asked else [{}] * (len(tokens) - 1)
+                found = await self._entries(tokens, model) if asked else [{}] * (len(tokens) - 1)
             return [math.nan, *(entry.get("logprob", math.nan) for entry in found)]
 
-        pairs = zip(sequences, map(bool, written), strict=True)
-        made = await asyncio.gather(*(scores(tokens, asked) for tokens, asked in pairs))
+        each = zip(sequences, map(bool, written), models, strict=True)
+        made = await asyncio.gather(*(scores(*one) for one in each))
         return [value for part in made for value in part]
 
-    async def _entries(self, tokens: Sequence[int]) -> list[Mapping[str, Any]]:
+    async def _entries(self, tokens: Sequence[int], model: str | None) -> list[Mapping[str, Any]]:
         """What the server says of each token but the first."""
         choice = self._choice
-        body = {"model": choice.name, "prompt": tokens, "max_tokens": 1, "prompt_logprobs": 0}
+        body = {"model": model, "prompt": tokens, "max_tokens": 1, "prompt_logprobs": 0}
         try:
             content = await answer_to(
                 self._url, body, choice.timeout, choice.retries, self._headers

@@ -323,7 +323,8 @@ def _check_objective(context: StageContext, plan: SamplingPlan) -> None:
         with context.stops("as its teacher is made", f"{prefix}teacher.name"):
             longest = longest_sequence(sampling, context.policy)
             if served_teacher(sampling.teacher, context.policy) is None:
-                load_teacher(sampling.teacher, context.policy, recipe.model, longest)
+                for one in sampling.teacher.each:
+                    load_teacher(one, context.policy, recipe.model, longest)
 
 
 def check_model(recipe: Recipe, policy: Policy) -> Iterator[Finding]:

@@ -19,6 +19,7 @@ from torch import Tensor
 from keel.algorithms.spec import Algorithm
 from keel.algorithms.terms import OldLogProbs
 from keel.config.fields import derive
+from keel.config.model import TeacherModel
 from keel.config.stage import Optimizer
 from keel.learn.advantages import estimate, outcome
 from keel.learn.batch import Batch, Estimates, TrainBatch, from_groups
@@ -109,8 +110,7 @@ class RLLoop(Loop):
     demonstrations: Callable[[int, int], Batch] | None = None
     """Those of an optimizer step, by the number of its step and its own in that."""
     evaluators: Evaluators | None = None
-    teacher_prompt: str | None = None
-    """The template of what the teacher reads, if that is not the prompt."""
+    taught_by: TeacherModel | None = None
     teacher: TeacherServer | None = None
     """The teacher, if a server has it."""
     seed: int
@@ -242,10 +242,15 @@ def score(loop: RLLoop, rollouts: Rollouts, number: int) -> Batch:
     learner, config = loop.learner, loop.loss
     replies = any(term.of == "replies" and term.coefficient for term in loop.algorithm.auxiliary)
     batch = from_groups(rollouts.groups, learner.device, replies=replies)
-    if loop.teacher_prompt is not None:
+    if (choice := loop.taught_by) is not None and choice.by_task:
+        of = [choice.of_task(g.prompt.task) for g in rollouts.groups for _ in g.completions]
+        batch = replace(batch, teachers=tuple(of))
+    if choice is not None and choice.prompt is not None:
         longest, chat = learner.policy.context, loop.sampler.chat
-        taught = [*teacher_groups(rollouts.groups, loop.teacher_prompt, chat, longest)]
-        batch = replace(batch, taught=from_groups(taught, learner.device))
+        taught = from_groups(
+            [*teacher_groups(rollouts.groups, choice.prompt, chat, longest)], learner.device
+        )
+        batch = replace(batch, taught=replace(taught, teachers=batch.teachers))
     if config.old_log_probs == "engine":
         batch = replace(batch, old_log_prob_N=batch.engine_log_prob_N)
     elif config.old_log_probs == "log_linear":

@@ -159,15 +159,16 @@ def build_learner(
     reference = reference_for(policy, state) if stage.keeps_reference else None
     if reference is not None and reference.model is not policy.model:
         spread(reference.model, reference.autocast)
-    teacher: FrozenPolicy | None = reference
+    teachers: list[FrozenPolicy] = [] if reference is None else [reference]
     if stage.teacher is None or stage.teacher.url is not None:
-        teacher = None
+        teachers = []
     elif stage.teacher.name is not None:
         longest = longest_sequence(stage.sampling, policy)
-        teacher = load_teacher(stage.teacher, policy, model, longest)
-        spread(teacher.model, teacher.autocast)
+        teachers = [load_teacher(one, policy, model, longest) for one in stage.teacher.each]
+        for one in teachers:
+            spread(one.model, one.autocast)
     elif stage.teacher.weights == "live":
-        teacher = FrozenPolicy(policy.model, policy.autocast, policy.tokens)
+        teachers = [FrozenPolicy(policy.model, policy.autocast, policy.tokens)]
     elif stage.teacher.averaged and policy.has_lora and state is None and reference is not None:
         reference.refresh(policy)  # an average begins as a second adapter
     spread(policy.model, policy.autocast)
@@ -181,7 +182,7 @@ def build_learner(
         optimizer=WeightOptimizer(trainable(policy), stage.optimizer),
         budget=budget,
         reference=reference,
-        teacher=teacher,
+        teachers=teachers,
         value_head=value_head,
         critic=critic,
         value_optimizer=None
@@ -305,7 +306,7 @@ def build_loop(
         learner=models.learner,
         sampler=sampler,
         prefetcher=build_prefetcher(stage, sampler, run.resume_from),
-        teacher_prompt=None if stage.teacher is None else stage.teacher.prompt,
+        taught_by=stage.teacher,
         teacher=None if stage.samples_only else served_teacher(stage.teacher, policy),
         seed=seed,
     )

@@ -314,7 +314,8 @@ def validate_later_stages(recipe: Recipe, policy: Policy, current: int) -> None:
                 check_evaluated(stage.sampling)
                 if (teacher := stage.sampling.teacher) is not None:
                     longest = longest_sequence(stage.sampling, policy)
-                    check_teacher(teacher, policy, recipe.model, longest)
+                    for one in teacher.each:
+                        check_teacher(one, policy, recipe.model, longest)
                     served_teacher(teacher, policy)
         data, records = stage.preference_data, stage.records
         # The records of a Python function may be expensive to make.
