@@ -170,6 +170,10 @@ AUXILIARY: dict[str, Algorithm] = {
              "weighting": "none"},
         ],
     ),
+    "taught": algorithm(
+        distillation={"place": "loss"},
+        auxiliary={"kind": "demonstrations", "weighting": "teacher", "coefficient": 0.3},
+    ),
 }  # fmt: skip
 FROM_PRESETS = {f"preset {name}": preset.algorithm for name, preset in PRESETS.items()}
 ALL: dict[str, Algorithm] = {

@@ -97,6 +97,11 @@ CASES: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
         {"corrections": {"kind": "reject", "statistic": "k3", "cap": 0.01}},
     ),
     (
+        {"auxiliary": {"kind": "demonstrations", "weighting": "teacher"}},
+        'reads the divergence to a teacher: set distillation.place = "loss"',
+        {"auxiliary": {"kind": "demonstrations"}},
+    ),
+    (
         {"auxiliary": [{"kind": "replies"}, {"kind": "replies", "coefficient": 0.2}]},
         'auxiliary.1 = "replies" is there a second time',
         {"auxiliary": [{"kind": "replies"}, {"kind": "positive_nll"}]},

@@ -113,7 +113,7 @@ def built(
         optimizer=WeightOptimizer(trainable(policy), choice),
         budget=TokenBudget(TOKENS),
         reference=reference,
-        teacher=teacher if algorithm.needs_teacher else None,
+        teachers=[teacher] if algorithm.needs_teacher else [],
         critic=critic,
         value_optimizer=None if critic is None else WeightOptimizer(trainable(critic), choice),
         ranks=ranks,

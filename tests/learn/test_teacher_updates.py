@@ -8,9 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from keel.algorithms.auxiliary import DemonstrationNLL
 from keel.algorithms.presets import PRESETS
-from keel.learn.batch import Batch, from_groups
+from keel.algorithms.ratios import Weights
+from keel.learn.batch import Batch, Estimates, from_groups
 from keel.learn.learner import backward
+from keel.learn.loss import demonstrated, prepare
 from keel.learn.ranks import ONE
 from keel.types import Group, Prompt
 from tests.cluster.updates import built, parts_of
@@ -57,3 +60,27 @@ def test_micro_batches_do_not_change_a_gradient(tokens: int) -> None:
     assert max(float(gradient.abs().max()) for gradient in wanted.values()) > 1e-4
     for name, gradient in wanted.items():
         torch.testing.assert_close(found[name], gradient, rtol=0, atol=1e-12, msg=name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tokens", [1, 100_000])
+def test_demonstrations_have_the_divergence_of_completions(tokens: int) -> None:
+    """The same sequences as completions and as demonstrations, half and half, are them once."""
+    rows = [((1, 2, 3), [4, 5]), ((6,), [7, 8, 9, 1]), ((2, 2), [3])]
+    shown = from_groups([Group(Prompt("", "", tokens=p), (answer(a),)) for p, a in rows])
+    plain = PRESETS["gkd"].algorithm.model_copy(update={"weights": Weights(kind="token_mean")})
+    term = DemonstrationNLL(coefficient=0.5, weighting="teacher")
+    mixed = plain.model_copy(update={"auxiliary": (term,)})
+    estimates = Estimates(torch.zeros(7, dtype=torch.float64))
+    both = demonstrated(mixed, prepare(mixed, shown, estimates, 16), shown, 1)
+    found = []
+    for algorithm, batch in ((plain, prepare(plain, shown, estimates, 16)), (mixed, both)):
+        learner = built("gkd", False, ONE, family="gpt2")
+        loss = backward(learner, algorithm, batch, 0.0, tokens).metrics["loss"]
+        own = learner.policy.trainable().items()
+        found.append((float(loss), {n: p.grad for n, p in own if p.grad is not None}))
+    (whole, wanted), (half, gradients) = found
+    assert whole > 1e-3
+    assert half == pytest.approx(whole, abs=1e-12)
+    for name, gradient in wanted.items():
+        torch.testing.assert_close(gradients[name], gradient, rtol=0, atol=1e-12, msg=name)

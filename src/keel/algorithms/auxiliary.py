@@ -45,8 +45,11 @@ class AuxiliaryTerm(TermChoice):
         """Whether it has a part in the objective at some step."""
         return self.coefficient > 0
 
-    def value(self, log_prob: Tensor, outcome: Tensor | None = None) -> Tensor:
-        """What is maximised of each token; `outcome` is the reward of each of the N."""
+    def value(
+        self, log_prob: Tensor, outcome: Tensor | None = None, taught: Tensor | None = None
+    ) -> Tensor:
+        """What is maximised of each token; `outcome` is the reward of each of the N, `taught` the
+        divergence to a teacher of each of the M."""
         return log_prob
 
     def describe(self) -> Description:
@@ -63,7 +66,9 @@ class PositiveNLL(AuxiliaryTerm):
     source: ClassVar[str] = "arXiv:2504.05118 §4.3"
     of: ClassVar[Literal["completions"]] = "completions"
 
-    def value(self, log_prob: Tensor, outcome: Tensor | None = None) -> Tensor:
+    def value(
+        self, log_prob: Tensor, outcome: Tensor | None = None, taught: Tensor | None = None
+    ) -> Tensor:
         assert outcome is not None
         return auxiliary.of_right(log_prob, outcome, threshold=self.threshold)
 
@@ -110,8 +115,9 @@ class DemonstrationNLL(AuxiliaryTerm):
 
     kind: Literal["demonstrations"] = "demonstrations"
     coefficient: Unit = 0.1
-    weighting: Literal["uncertainty", "none"] = "uncertainty"
-    """Weigh a token by p(1 − p) (CHORD-φ), or all alike (CHORD-μ)."""
+    weighting: Literal["uncertainty", "none", "teacher"] = "uncertainty"
+    """Weigh a token by p(1 − p) (CHORD-φ), or all alike (CHORD-μ); `teacher`: minimise the
+    divergence of `distillation` on them in place of the NLL (GKD, whose λ is 1 − μ)."""
     warmup_steps: int = Field(default=0, ge=0, le=10**9)
     """Steps in which μ grows linearly from 0."""
     final: Unit | None = None
@@ -133,7 +139,12 @@ class DemonstrationNLL(AuxiliaryTerm):
         done = min((step - self.warmup_steps) / self.decay_steps, 1.0)
         return self.final + (self.coefficient - self.final) * (1 + math.cos(math.pi * done)) / 2
 
-    def value(self, log_prob: Tensor, outcome: Tensor | None = None) -> Tensor:
+    def value(
+        self, log_prob: Tensor, outcome: Tensor | None = None, taught: Tensor | None = None
+    ) -> Tensor:
+        if self.weighting == "teacher":
+            assert taught is not None
+            return -taught
         return auxiliary.uncertain(log_prob) if self.weighting == "uncertainty" else log_prob
 
     def describe(self) -> Description:
@@ -148,6 +159,9 @@ class DemonstrationNLL(AuxiliaryTerm):
             end = f"{number(self.final)} in {self.decay_steps} steps, by half a cosine"
             text += rf" $\kappa$ goes to {end}."
         share = equation(r"\kappa", number(self.coefficient))
+        if self.weighting == "teacher":
+            text += r" $T_m$ is the divergence to the teacher, as of a completion's tokens."
+            return _added(r"(-\kappa \cdot \frac{1}{M} \cdot \sum_m T_m)", share, text)
         return _added(rf"\kappa \cdot \frac{{1}}{{M}} \cdot \sum_m {weight}\ell_m", share, text)
 
 

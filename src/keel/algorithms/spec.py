@@ -318,6 +318,12 @@ def contradictions(algorithm: Algorithm) -> Iterator[str]:
     for at, name in enumerate(kinds):
         if name in kinds[:at]:
             yield f'auxiliary.{at} = "{name}" is there a second time: leave one out'
+    imitated = algorithm.demonstrations
+    if imitated and imitated.weighting == "teacher" and algorithm.loss_distillation is None:
+        yield (
+            'auxiliary "demonstrations" with weighting = "teacher" reads the divergence to a '
+            'teacher: set distillation.place = "loss", or weighting = "none"'
+        )
     kind = algorithm.advantage.kind
     if algorithm.ratio_per_sequence and algorithm.per_token_advantage:
         yield (

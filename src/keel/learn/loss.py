@@ -384,7 +384,7 @@ def _auxiliary(algorithm: Algorithm, batch: TrainBatch[Any], scores: Scores) -> 
             if batch.outcome_N is not None:
                 own[term.kind] = scale, term.value(scores.log_prob_N, batch.outcome_N)
         elif scores.extra_log_prob_M is not None:
-            value_M = term.value(scores.extra_log_prob_M)
+            value_M = term.value(scores.extra_log_prob_M, taught=scores.extra_distillation_M)
             mine_M = batch.actions.imitated_M == imitates
             others[term.kind] = scale, torch.where(mine_M, value_M, 0.0)
     return own, others

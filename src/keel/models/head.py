@@ -86,13 +86,17 @@ class Scores:
     """The divergence to a teacher."""
     extra_log_prob_M: Float[Tensor, " M"] | None = None
     """Of tokens that only auxiliary terms read."""
+    extra_distillation_M: Float[Tensor, " M"] | None = None
 
     def parted(self, place_R: Int[Tensor, "R"], count: int) -> Scores:
         """These of R tokens, whose first `count` are at the first of the places: all of them, and
-        of the others the log-probability alone."""
+        of the others the log-probability, and the divergence to a teacher if there is one."""
         every = {f.name: getattr(self, f.name) for f in fields(self)}
         own: dict[str, Any] = {n: x[place_R[:count]] for n, x in every.items() if x is not None}
-        return replace(self, **own, extra_log_prob_M=self.log_prob_N[place_R[count:]])
+        rest_M, taught_R = place_R[count:], self.distillation_N
+        taught_M = None if taught_R is None else taught_R[rest_M]
+        extra = {"extra_log_prob_M": self.log_prob_N[rest_M], "extra_distillation_M": taught_M}
+        return replace(self, **own, **extra)
 
 
 @dataclass(frozen=True, eq=False)
