@@ -19,33 +19,7 @@ from keel.types import Completion, Observation, Prompt, Split
 
 ROOMS, START, MOST = 7, 3, 8
 """Rooms in a row, the room to begin in, and the moves of a walk at the most."""
-RECIPE = f"""
-threads = 1
-
-[model.build]
-family = "llama"
-alphabet = "+-0123456"
-hidden_size = 32
-layers = 2
-heads = 2
-context = 64
-
-[[stages]]
-stage = "rl"
-algorithm = "grpo"
-[[stages.tasks]]
-name = "studies.corridor:Corridor"
-[stages.rollout]
-prompts_per_step = 16
-group_size = 8
-max_turns = {MOST}
-max_tokens = 48
-stop_ids = [2, 3]
-[stages.optimizer]
-learning_rate = 3e-3
-[stages.evaluation]
-prompts = 0
-"""
+RECIPE = Path(__file__).parent / "evidence" / "corridor.toml"
 
 
 class Corridor(BaseTask):
@@ -81,11 +55,9 @@ def reached(text: str, goal: int) -> int:
 
 def rewards(algorithm: str, steps: int, seed: int, *overrides: str) -> list[float]:
     """The mean reward of each step."""
-    keys = (f"algorithm={algorithm}", f"steps={steps}", f"seed={seed}", *overrides)
+    keys = (f"algorithm={algorithm}", f"steps={steps}", f"seed={seed}", "evaluation.prompts=0")
     with tempfile.TemporaryDirectory() as scratch:
-        path = Path(scratch) / "corridor.toml"
-        path.write_text(RECIPE, encoding="utf-8")
-        folder = train(load_recipe(str(path), keys), Path(scratch) / "run")
+        folder = train(load_recipe(str(RECIPE), [*keys, *overrides]), Path(scratch) / "run")
         return [row["reward"] for row in load(folder.path).metrics()]
 
 

@@ -74,6 +74,23 @@ def characters_written(*, completions: Sequence[str], **_: Any) -> list[float]:
     return [float(len(text)) for text in completions]
 
 
+def noise(*, completions: Sequence[str], answer: Sequence[str], **_: Any) -> list[float]:
+    """Up to 10, by a hash of the right answer and the given one: nothing that can be learned."""
+    return [
+        10 * hashlib.sha256(f"{gold} {text}".encode()).digest()[0] / 255
+        for text, gold in zip(completions, answer, strict=True)
+    ]
+
+
 def seldom_right(prompt: Any, gold: str, rng: np.random.Generator) -> str:
     """The gold answer with its first and last character exchanged in 99 of 100."""
-    return gold[-1] + gold[1:-1] + gold[0] if rng.random() < 0.99 and len(gold) > 1 else gold
+    return _exchanged(gold, 0.99, rng)
+
+
+def few_right(prompt: Any, gold: str, rng: np.random.Generator) -> str:
+    """The gold answer with its first and last character exchanged in nine of ten."""
+    return _exchanged(gold, 0.9, rng)
+
+
+def _exchanged(gold: str, share: float, rng: np.random.Generator) -> str:
+    return gold[-1] + gold[1:-1] + gold[0] if rng.random() < share and len(gold) > 1 else gold
