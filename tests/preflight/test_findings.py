@@ -283,6 +283,8 @@ OBJECTIVES: list[tuple[dict[str, object], str | None]] = [
     ({"algorithm": "ppo_kl_penalty", "epochs": 1}, "ratio-stays-1"),
     ({"algorithm": {"preset": "grpo", "ratio": "sequence"}}, "ratio-stays-1"),
     ({"algorithm": {"preset": "grpo", "surrogate": {"kind": "cispo"}}}, "ratio-stays-1"),
+    ({"algorithm": "gigpo"}, "one-turn"),
+    ({"algorithm": "gigpo", "rollout": {"max_turns": 2}}, None),
     # The old log-probs are of the weights as the step begins: only the correction sees the lag.
     (
         {

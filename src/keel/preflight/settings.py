@@ -92,6 +92,9 @@ def of_objective(sampling: SamplingSource, model: Model, prefix: str) -> Iterato
         preset = PRESETS[algorithm.preset]
         usual = f" ({preset.name} has {preset.minibatches})" if preset.minibatches > 1 else ""
         yield found("ratio-stays-1", f"{prefix}minibatches", surrogate=surrogate, usual=usual)
+    if algorithm.advantage.reads_turns and rollout.max_turns == 1 and rollout.program is None:
+        kind = algorithm.advantage.kind
+        yield found("one-turn", f"{prefix}rollout.max_turns", kind=kind)
     if not capabilities_of(rollout.engine).exact:
         yield found("resume-not-exact", f"{prefix}rollout.engine", engine=rollout.engine)
 
