@@ -24,7 +24,7 @@ from keel.training.run import train
 from keel.types import Group, KeelError, Message, Prompt
 from keel.workflows.compare import plan
 from tests.learn.flat import answer
-from tests.training.small import Stop, info, metrics, run, save_teacher, small
+from tests.training.small import FAST, Stop, info, metrics, run, save_teacher, small
 
 pytestmark = pytest.mark.slow
 
@@ -88,17 +88,24 @@ def log_probs(
 
 def test_each_task_has_its_own_teacher(tmp_path: Path) -> None:
     """Scored by transformers alone, whichever teachers a micro-batch has."""
-    tasks = "tasks=[{name='sort_digits'}, {name='addition', options={digits=1}}]"
-    keys = (*OPD, DENSE, tasks, "model.build.alphabet='0123456789>+='", "steps=1")
+    path = tmp_path / "sums.jsonl"
+    path.write_text("".join(f'{{"prompt": "{n}+1=", "answer": "{n + 1}"}}\n' for n in range(40)))
+    tasks = f"tasks=[{{name='sort_digits'}}, {{name='jsonl', path='{path}'}}]"
+    keys = (*OPD, tasks, "rewards.functions=[]", "model.build.alphabet='0123456789>+='", "steps=1")
     recipe = small(*keys, save_teacher(tmp_path))
-    seeds = {"sort_digits": 5, "addition": 6}
-    for task, seed in seeds.items():
-        load_policy(recipe.model, seed).save(tmp_path / task)
-    first, other = (str(tmp_path / task) for task in seeds)
-    teacher = f"teacher={{name='{first}', by_task={{addition='{other}'}}}}"
-    folder = run(tmp_path / "run", *keys, teacher, "token_budget=64")
-    rows = load(folder.path).rollouts(1)
+    seeds = {"sort_digits": 5, "jsonl:sums": 6}
+    first, other = (tmp_path / str(seed) for seed in seeds.values())
+    for folder, seed in zip((first, other), seeds.values(), strict=True):
+        load_policy(recipe.model, seed).save(folder)
+    chosen = f"teacher={{name='{first}', by_task={{task='%s', name='{other}'}}}}"
+    folder = run(tmp_path / "run", *keys, chosen % "jsonl:sums", "token_budget=64").path
+    rows = load(folder).rollouts(1)
     assert {row["task"] for row in rows} == set(seeds)
+    wrong = [*FAST, *keys, chosen % "jsonl:sum"]
+    (finding,) = (one for one in check("tiny", wrong).findings if one.level == "stop")
+    assert "did you mean 'jsonl:sums'?" in finding.evidence
+    with pytest.raises(KeelError, match="unknown task 'jsonl:sum'"):
+        run(tmp_path / "wrong", *keys, chosen % "jsonl:sum")
     for row in rows:
         policy = load_policy(recipe.model, seeds[row["task"]])
         begin = policy.tokenizer(row["prompt"])["input_ids"]

@@ -122,6 +122,9 @@ def test_log_linear_old_log_probs_need_no_pass(tmp_path: Path) -> None:
     for row in later:
         assert row["rollout/staleness/max"] == 1
         assert abs(row["ratio/mean"] - 1) > 1e-4
+        # The engine's own, one update behind.
+        assert row["kl/old"] == pytest.approx(row["sampling/kl/k3"], rel=1e-5)
+        assert row["sampling/importance_sampling_ratio/mean"] == 1
     assert all(row.get("old_log_probs") is None for row in folder.rollouts(2))
 
 

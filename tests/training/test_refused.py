@@ -21,6 +21,7 @@ BF16 = "rollout.dtype=bfloat16"
 AHEAD = "rollout.async_level=1"
 TRUNCATE = "algorithm.corrections.kind=truncate"
 FROM_ENGINE = "rollout.old_log_probs=engine"
+TWICE = "{task='x', name='c/d'}"
 LOG_LINEAR = "rollout.old_log_probs=log_linear"
 OF_OLDER_WEIGHTS = (
     "rollout.async_level = 1 trains on rollouts of older weights: set algorithm.corrections.kind = "
@@ -72,12 +73,16 @@ OF_OLDER_WEIGHTS = (
             "scores tokens that teacher.prompt has no place for: set distillation.place",
         ),
         (
-            ("algorithm=gkd", "teacher={name='a/b', by_task={sort_digits='c/d'}}"),
+            ("algorithm=gkd", "teacher={name='a/b', by_task={task='x', name='c/d'}}"),
             'reads the vocabulary: set it to "advantage", or leave out by_task',
         ),
         (
-            ("algorithm=opd", "teacher={name='a/b', by_task={sort_digit='c/d'}}"),
-            "teacher.by_task: unknown task 'sort_digit'",
+            ("algorithm=opd", "teacher={prompt='{answer}', by_task={task='x', name='c/d'}}"),
+            "set teacher.name to that of all others",
+        ),
+        (
+            ("algorithm=opd", f"teacher={{name='a/b', by_task=[{TWICE}, {TWICE}]}}"),
+            "teacher.by_task names a task twice",
         ),
         (("algorithm=opd", "teacher={url='http://a/v1'}"), "set teacher.name to the name that it"),
         (
@@ -127,7 +132,7 @@ OF_OLDER_WEIGHTS = (
             'set algorithm.corrections.kind = "truncate" and rollout.old_log_probs = "trainer", or',
         ),
         ((BF16, TRUNCATE, FROM_ENGINE), 'set it to "trainer"'),
-        ((LOG_LINEAR, TRUNCATE), "set rollout.async_level = 1 and algorithm.corrections.kind"),
+        ((LOG_LINEAR, TRUNCATE), "set rollout.async_level = 2 and algorithm.corrections.kind"),
         ((LOG_LINEAR, AHEAD, TRUNCATE, "algorithm=reinforce"), "has no old policy: set"),
         (
             (LOG_LINEAR, AHEAD, TRUNCATE, "reference.measured=true"),

@@ -144,7 +144,7 @@ def test_served_teacher_equals_the_loaded_one(
 
 def test_server_is_asked_for_the_model_of_each_task(server: Server, tmp_path: Path) -> None:
     tasks = "tasks=[{name='sort_digits'}, {name='addition', options={digits=1}}]"
-    more = ", by_task={addition='other'}"
+    more = ", by_task=[{task='addition', name='other'}]"
     keys = (tasks, "model.build.alphabet='0123456789>+='", "steps=1")
     server.replace(load_policy(small(*keys).model, 5))
     run(tmp_path / "run", *OPD, *keys, served(server, more))

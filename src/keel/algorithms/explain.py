@@ -335,7 +335,7 @@ def models(algorithm: Algorithm, setting: Setting) -> tuple[ModelUse, ...]:
     if algorithm.needs_teacher:
         what = {
             "model": "another model with the same tokenizer, frozen",
-            "models": "others with the same tokenizer, by the task of the prompt, frozen",
+            "models": "another model with the same tokenizer, frozen, of its own tasks",
             "server": "another model with the same tokenizer, on a server",
             "live": "the policy, with more in its prompt: no memory",
             "base": "the policy before the stage, with more in its prompt",
@@ -346,7 +346,7 @@ def models(algorithm: Algorithm, setting: Setting) -> tuple[ModelUse, ...]:
             held = False  # an adapter
         if setting.teacher == "base" and len(uses) > 1:
             held = False  # the reference's copy
-        uses.append(ModelUse("teacher", what, loaded=held))
+        uses += [ModelUse("teacher", what, loaded=held)] * setting.teachers
     if setting.reward == "model":
         uses.append(ModelUse("reward", "a reward model, frozen", loaded=True))
     elif algorithm.needs_reward:

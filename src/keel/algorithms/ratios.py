@@ -72,7 +72,8 @@ class RatioKind:
         if setting.old_log_probs == "log_linear":
             text = (
                 rf"{self.text} $\ell_\mathrm{{old}}$ lies between the policy and the one that "
-                "sampled, by how many updates $d_i$ the latter is behind; no pass computes it."
+                "sampled, by how many updates $d_i$ the latter is behind; at one it is "
+                "the latter's."
             )
             return Description((*self.equations, *_LOG_LINEAR), text)
         return Description(self.equations, text)

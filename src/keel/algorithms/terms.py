@@ -237,6 +237,7 @@ class Setting:
     reference_reset_every: int | None = None
     reference_measured: bool = False
     teacher: Teacher = "model"
+    teachers: int = 1
 
     @property
     def step_sequences(self) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import string
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -198,15 +199,25 @@ _NO_SERVER = UnusedIf(lambda key: key.table.url is None, "teacher.url is not set
 _NOT_AVERAGED = UnusedIf(lambda key: not key.table.averaged, "the teacher is not an average")
 
 
+class TaskTeacher(FrozenModel):
+    """The teacher of one task."""
+
+    task: str
+    """As rollouts and metrics name it: that of a file `code.jsonl` is `jsonl:code`."""
+    name: str
+    """Folder or hub name; with `url`, its name on the server."""
+    revision: str | None = None
+    """Branch, tag or commit on the hub."""
+
+
 class TeacherModel(FrozenModel):
     """The teacher of a distillation: another model, or the policy itself, which is shown more."""
 
     name: str | None = None
     """Folder or hub name of a causal language model with the policy's tokenizer; None: the policy,
     with a `prompt` of its own. With `url`, its name on the server."""
-    by_task: Annotated[dict[str, str], _OWN] = Field(default_factory=dict)
-    """Other teachers of single tasks: the folder, hub name or name on the server of each, by the
-    name of the task, as `{math = "...", code = "..."}`. All other keys are theirs too."""
+    by_task: Annotated[tuple[TaskTeacher, ...], AsTuple] = ()
+    """Other teachers of single tasks; the keys besides these are theirs too."""
     url: str | None = None
     """Base address of a vLLM server that scores the completions, such as http://localhost:8001/v1:
     no teacher is loaded, and `distillation.place` is "advantage"."""
@@ -241,14 +252,23 @@ class TeacherModel(FrozenModel):
         return "models" if self.by_task else "model"
 
     @property
-    def each(self) -> tuple[TeacherModel, ...]:
-        """The teacher, and those of single tasks."""
-        names = dict.fromkeys((self.name, *self.by_task.values()))
-        return tuple(self.model_copy(update={"name": name, "by_task": {}}) for name in names)
+    def each(self) -> Mapping[str, TeacherModel]:
+        """The teacher and those of single tasks, by the key of their name."""
+        others = {
+            f"teacher.by_task.{at}.name": {"name": one.name, "revision": one.revision}
+            for at, one in enumerate(self.by_task)
+        }
+        own = {"teacher.name": {"name": self.name}, **others}
+        return {key: self.model_copy(update={"by_task": (), **which}) for key, which in own.items()}
 
     def of_task(self, task: str) -> int:
         """The place of a task's teacher in `each`."""
-        return [one.name for one in self.each].index(self.by_task.get(task, self.name))
+        return 1 + [one.task for one in self.by_task].index(task) if task in self.tasks else 0
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """Those that have teachers of their own."""
+        return tuple(one.task for one in self.by_task)
 
     @property
     def averaged(self) -> bool:
@@ -283,6 +303,13 @@ class TeacherModel(FrozenModel):
                 f"teacher.prompt: {{{wrong[0]}}} is not the name of a column: write {{{{ and }}}} "
                 "for braces of the text"
             )
+        if self.name is None and self.by_task:
+            raise ValueError(
+                "teacher.by_task has the teachers of single tasks: set teacher.name to that of all "
+                "others"
+            )
+        if len({*self.tasks}) < len(self.tasks):
+            raise ValueError("teacher.by_task names a task twice: leave one of them out")
         if self.name is None and self.prompt is None:
             raise ValueError(
                 "the teacher is the policy itself and reads the same prompt: set teacher.prompt to "

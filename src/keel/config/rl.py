@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
@@ -11,7 +11,7 @@ from keel.algorithms.presets import PRESETS
 from keel.algorithms.terms import AsTuple, FrozenModel, UnusedIf
 from keel.config.benchmarks import with_graders
 from keel.config.evaluation import Evaluation, SamplingSource
-from keel.config.fields import Count, Index, MicroBatchTokens, StageName, Tokens, unknown
+from keel.config.fields import Count, Index, MicroBatchTokens, StageName, Tokens
 from keel.config.layers import resolve_algorithm
 from keel.config.model import TeacherModel
 from keel.config.sources import (
@@ -243,7 +243,7 @@ class RolloutStage(StageConfig):
                 'for: set distillation.place = "advantage", or leave one of the two out'
             )
         if self.teacher is not None and self.teacher.by_task:
-            self._check_teachers(self.teacher.by_task)
+            self._check_teachers()
         if self.teacher is not None and self.teacher.kept and self.reference.reset_every:
             raise ValueError(
                 f'teacher.weights = "{self.teacher.weights}" is kept in the place of the reference '
@@ -288,22 +288,11 @@ class RolloutStage(StageConfig):
             )
         return self
 
-    def _check_teachers(self, by_task: Mapping[str, str]) -> None:
+    def _check_teachers(self) -> None:
         if not self.algorithm.scores_teacher:
             raise ValueError(
                 "teacher.by_task gives log-probabilities before the update, and distillation.place "
                 '= "loss" reads the vocabulary: set it to "advantage", or leave out by_task'
-            )
-        names = [task.name for task in self.tasks]
-        known = [
-            f"{name}#{count}" if (count := names[: at + 1].count(name)) > 1 else name
-            for at, name in enumerate(names)
-        ]
-        odd = [name for name in by_task if name not in known]
-        # The task of a Python function may name itself.
-        if odd and not any(":" in name for name in names):
-            raise ValueError(
-                f"teacher.by_task: {unknown('task', odd[0], known)}: name a task of this stage"
             )
 
     def _check_log_linear(self) -> None:
@@ -311,22 +300,22 @@ class RolloutStage(StageConfig):
         if not self.rollout.async_level or not algorithm.weighs:
             raise ValueError(
                 f"{key} lies between the policy and the older one that sampled, whose tokens are "
-                "then weighed: set rollout.async_level = 1 and "
+                "then weighed: set rollout.async_level = 2 and "
                 'algorithm.corrections.kind = "truncate"'
             )
-        whole = [c.kind for c in algorithm.corrections if c.kind in ("normalise", "custom")]
-        before = {
-            'divergence.where = "reward"': algorithm.reward_divergence is not None,
-            "divergence.adaptive": algorithm.divergence is not None
-            and algorithm.divergence.adaptive is not None,
-            f'corrections.kind = "{"".join(whole[:1])}"': bool(whole),
-            f'advantage.kind = "{algorithm.advantage.kind}"': algorithm.advantage.reads_squares,
-            'distillation.place = "advantage"': algorithm.scores_teacher,
-            "reference.measured": self.reference.measured,
-        }
         if algorithm.ratio == "none":
             raise ValueError(f'ratio = "none" has no old policy: set {key} to "trainer"')
-        for name in (name for name, reads in before.items() if reads):
+        divergence = algorithm.divergence
+        before = (
+            ('divergence.where = "reward"', algorithm.reward_divergence),
+            ("divergence.adaptive", divergence is not None and divergence.adaptive),
+            (f'advantage.kind = "{algorithm.advantage.kind}"', algorithm.advantage.reads_squares),
+            ('distillation.place = "advantage"', algorithm.scores_teacher),
+            ("reference.measured", self.reference.measured),
+            *((f'corrections.kind = "{kind}"', True) for kind in ("normalise", "custom")
+              if any(one.kind == kind for one in algorithm.corrections)),
+        )  # fmt: skip
+        for name in (name for name, reads in before if reads):
             raise ValueError(
                 f"{name} reads log-probs before the update, and {key} computes none: set it to "
                 '"trainer"'
@@ -464,6 +453,7 @@ class RolloutStage(StageConfig):
             reference_reset_every=self.reference.reset_every,
             reference_measured=self.reference.measured,
             teacher="model" if self.teacher is None else self.teacher.where,
+            teachers=1 if self.teacher is None else len(self.teacher.each),
         )
         return explain_algorithm(self.algorithm, preset=self.algorithm.preset, context=setting)
 

@@ -421,8 +421,9 @@ class Rollout(FrozenModel):
     """Weight β of a penalty of length, β max(p, 1/G) L / mean(L): p is the share of the group's G
     rewards above 0, mean(L) the group's mean length (ALP)."""
     old_log_probs: OldLogProbs = "trainer"
-    """Who computes log π_old; with `log_linear` (A-3PO) no pass does: it lies between the policy
-    and the engine, by how many updates the latter is behind."""
+    """Who computes log π_old; with `log_linear` (A-3PO) no pass does, but for terms of the whole
+    batch: it lies between the policy and the engine, by how many updates the latter is behind; at
+    one (`async_level = 1`) it is the engine's, and corrections are 1."""
     engine: str = "native"
     """`native`, `vllm` ([how to](howto/vllm.md)), `stored` (what another run sampled), or
     `module:function` of a function that returns an engine (see [extending](extending.md))."""

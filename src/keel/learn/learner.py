@@ -357,11 +357,12 @@ class Learner:
         found_N = read.engine_log_prob_N
         for at, one in enumerate(self.teachers):
             own = [place for place, its in enumerate(read.teachers) if its == at]
+            if not own and self.ranks.count == 1:
+                continue
             part = read.select(own or [0])
             log_prob_K = one.log_probs(part.packed, self.temperature)
-            if own:
-                index_K = read.action_index(own)
-                found_N = found_N.to(log_prob_K).index_copy(0, index_K, log_prob_K)
+            index_K = read.action_index(own)
+            found_N = found_N.to(log_prob_K).index_copy(0, index_K, log_prob_K[: len(index_K)])
         return found_N
 
 

@@ -34,6 +34,8 @@ from keel.objective import divergences, ratios, segments
 from keel.objective.gae import explained_variance
 from keel.types import KeelError
 
+WEIGHTS = "sampling/importance_sampling_ratio"
+
 
 def prepare(
     algorithm: Algorithm,
@@ -160,7 +162,7 @@ def whole_batch(
 
     `log_prob_N` and `entropy_N` are the current policy's.
     """
-    signals = _signals(algorithm, batch, log_prob_N, entropy_N)
+    signals = _signals(algorithm, _with_old(algorithm, batch, log_prob_N), log_prob_N, entropy_N)
     prepared_N = algorithm.surrogate.prepare(signals) if algorithm.surrogate.whole_batch else None
     kept_N = _kept(signals, [mask for mask in algorithm.masks if mask.whole_batch])
     return replace(batch, kept_N=kept_N, prepared_N=prepared_N)
@@ -204,7 +206,7 @@ def _signals(
     actions: Actions = batch.actions
     known = _known(actions, algorithm.custom)
     if actions.old_log_prob_N is None:
-        known["old_log_prob_N"] = _made_old(actions, log_prob_N)
+        known["old_log_prob_N"] = log_prob_N.detach()
     log_ratio_N = algorithm.ratio_kind.log_ratio(
         log_prob_N, known["old_log_prob_N"], actions.lengths_S
     )
@@ -222,13 +224,17 @@ def _signals(
     )
 
 
-def _made_old(actions: Actions, log_prob_N: Tensor) -> Tensor:
-    """ℓ_old of a batch without it."""
+@torch.no_grad()
+def _with_old(algorithm: Algorithm, batch: TrainBatch[A], log_prob_N: Tensor) -> TrainBatch[A]:
+    """The batch with ℓ_old and its corrections, where they are made of the current policy's ℓ."""
+    actions = batch.actions
     if not actions.lags:
-        return log_prob_N.detach()
+        return batch
     lags_S = upload(actions.lags, actions.device)
     lag_N = lags_S.repeat_interleave(actions.lengths_S, output_size=len(log_prob_N))
-    return ratios.log_linear(log_prob_N, actions.engine_log_prob_N, lag_N.to(log_prob_N))
+    old_N = ratios.log_linear(log_prob_N, actions.engine_log_prob_N, lag_N.to(log_prob_N))
+    actions = replace(actions, old_log_prob_N=old_N)
+    return replace(batch, actions=actions, correction_N=corrected(algorithm, actions))
 
 
 def _count(actions: Actions) -> int:
@@ -308,8 +314,9 @@ class Loss:
 
 def loss(algorithm: Algorithm, batch: TrainBatch[Any], scores: Scores, beta: float) -> Loss:
     """The algorithm's loss on an optimizer batch or micro-batch, under the policy's scores."""
-    actions: Actions = batch.actions
     log_prob_N = scores.log_prob_N
+    batch = _with_old(algorithm, batch, log_prob_N)
+    actions: Actions = batch.actions
     weight_N = batch.weight_N.to(log_prob_N)
     signals = _signals(algorithm, batch, log_prob_N, scores.entropy_N)
     log_ratio_N, old_N = signals.log_ratio_N, signals.old_log_prob_N
@@ -324,11 +331,8 @@ def loss(algorithm: Algorithm, batch: TrainBatch[Any], scores: Scores, beta: flo
             kept_N = batch.kept_N if kept_N is None else kept_N & batch.kept_N
     if kept_N is not None:  # not a product: a token left out may have an infinite surrogate
         surrogate_N = torch.where(kept_N, surrogate_N, torch.zeros_like(surrogate_N))
-    correction_N = batch.correction_N
-    if algorithm.corrections and actions.lags:
-        correction_N = corrected(algorithm, replace(actions, old_log_prob_N=old_N))
-    if correction_N is not None:
-        surrogate_N = surrogate_N * correction_N
+    if batch.correction_N is not None:
+        surrogate_N = surrogate_N * batch.correction_N
     terms: Terms = {"policy": (-1.0, weight_N * surrogate_N)}
     metrics: dict[str, Tensor] = {}
     divergence = algorithm.loss_divergence
@@ -384,7 +388,10 @@ def _auxiliary(algorithm: Algorithm, batch: TrainBatch[Any], scores: Scores) -> 
             if batch.outcome_N is not None:
                 own[term.kind] = scale, term.value(scores.log_prob_N, batch.outcome_N)
         elif scores.extra_log_prob_M is not None:
-            value_M = term.value(scores.extra_log_prob_M, taught=scores.extra_distillation_M)
+            taught_M, teacher = scores.extra_distillation_M, algorithm.loss_distillation
+            if taught_M is not None and teacher is not None:
+                taught_M = teacher.coefficient * taught_M
+            value_M = term.value(scores.extra_log_prob_M, taught=taught_M)
             mine_M = batch.actions.imitated_M == imitates
             others[term.kind] = scale, torch.where(mine_M, value_M, 0.0)
     return own, others
@@ -436,6 +443,10 @@ def _watch(
         out["kl"] = mean * divergence_N.sum()
     if scores.distillation_N is not None:
         out["teacher/divergence"] = mean * scores.distillation_N.sum()
+    if batch.actions.lags and batch.correction_N is not None:
+        weight_N, cut_N = batch.correction_N, limited(algorithm, batch.actions)
+        values = {"clipped": cut_N, "masked": weight_N == 0, "mean": weight_N}
+        out |= {f"{WEIGHTS}/{name}": mean * one_N.sum() for name, one_N in values.items()}
     if batch.actions.old_log_prob_N is not None or algorithm.ratio != "none":
         out["kl/old"] = mean * divergences.k3(signals.old_log_prob_N, scores.log_prob_N).sum()
     if algorithm.ratio == "none":

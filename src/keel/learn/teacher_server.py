@@ -47,7 +47,7 @@ class TeacherServer:
     def check(self, policy: Policy) -> None:
         """Compare tokens of the whole vocabulary, the last one among them, with the policy's."""
         ids = [*range(0, policy.tokens, -(-policy.tokens // PROBED)), policy.tokens - 1]
-        for one in self._choice.each:
+        for one in self._choice.each.values():
             with _waiting(self._entries([0, *ids], one.name)) as found:
                 self._check(policy, ids, found())
 
@@ -68,7 +68,7 @@ class TeacherServer:
         target_N = batch.target_N
         parts = torch.split(batch.tokens_T.cpu(), list(batch.input_lengths))
         sequences = [part.tolist() for part in parts]
-        names = [one.name for one in self._choice.each]
+        names = [one.name for one in self._choice.each.values()]
         models = [names[at] for at in batch.teachers or (0,) * batch.sequences]
         with _waiting(self._scores(sequences, batch.lengths, models)) as found:
             yield lambda: torch.tensor(found(), device=target_N.device)[target_N]

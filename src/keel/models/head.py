@@ -94,9 +94,9 @@ class Scores:
         every = {f.name: getattr(self, f.name) for f in fields(self)}
         own: dict[str, Any] = {n: x[place_R[:count]] for n, x in every.items() if x is not None}
         rest_M, taught_R = place_R[count:], self.distillation_N
-        taught_M = None if taught_R is None else taught_R[rest_M]
-        extra = {"extra_log_prob_M": self.log_prob_N[rest_M], "extra_distillation_M": taught_M}
-        return replace(self, **own, **extra)
+        if taught_R is not None:
+            own["extra_distillation_M"] = taught_R[rest_M]
+        return replace(self, **own, extra_log_prob_M=self.log_prob_N[rest_M])
 
 
 @dataclass(frozen=True, eq=False)

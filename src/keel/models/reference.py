@@ -162,31 +162,42 @@ def _copy(source: Mapping[str, Tensor], target: Mapping[str, Tensor], rate: floa
 # ---------------------------------------------------------------- the teacher
 
 
-def load_teacher(
+def load_teachers(
     choice: TeacherModel, policy: Policy, spec: Model, longest: int | None
-) -> FrozenPolicy:
-    """The recipe's teacher; `spec` is the policy's, `longest` the most tokens of a sequence.
+) -> list[FrozenPolicy]:
+    """The recipe's teachers; `spec` is the policy's, `longest` the most tokens of a sequence.
 
-    Raises KeelError where `check_teacher` does, or its weights do not load.
+    Raises KeelError where `check_teachers` does, or its weights do not load.
     """
-    check_teacher(choice, policy, spec, longest)
-    own = teacher_spec(choice, spec)
-    with naming_key("teacher.name"):
-        model = load_model(own, seed=0)
-    prepare(model, own.autocast)
-    return FrozenPolicy(model.requires_grad_(False).eval(), own.autocast, policy.tokens)
+    check_teachers(choice, policy, spec, longest)
+    found = []
+    for key, one in choice.each.items():
+        own = teacher_spec(one, spec)
+        with naming_key(key):
+            model = load_model(own, seed=0)
+        prepare(model, own.autocast)
+        model = model.requires_grad_(False).eval()
+        found.append(FrozenPolicy(model, own.autocast, policy.tokens))
+    return found
 
 
-def check_teacher(choice: TeacherModel, policy: Policy, spec: Model, longest: int | None) -> None:
-    """Check a teacher by its config and its tokenizer, without its weights.
+def check_teachers(choice: TeacherModel, policy: Policy, spec: Model, longest: int | None) -> None:
+    """Check teachers by their configs and tokenizers, without their weights.
 
     Raises KeelError where they do not load, where a token of the policy has another id or none in
     its tokenizer, or where its vocabulary or its context is too small.
     """
     if choice.name is None or choice.url is not None:
         return
-    own, where = teacher_spec(choice, spec), f"teacher.name = {choice.name!r}"
-    with naming_key("teacher.name"):
+    for key, one in choice.each.items():
+        _check_teacher(key, one, policy, spec, longest)
+
+
+def _check_teacher(
+    key: str, choice: TeacherModel, policy: Policy, spec: Model, longest: int | None
+) -> None:
+    own, where = teacher_spec(choice, spec), f"{key} = {choice.name!r}"
+    with naming_key(key):
         config, tokenizer = read_config(own).get_text_config(), load_tokenizer(own)
     _check_tokens(where, tokenizer, policy.tokenizer)
     if config.vocab_size < policy.tokens:

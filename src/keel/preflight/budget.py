@@ -130,7 +130,7 @@ def _extra(recipe: Recipe, stage: Stage, policy: PreTrainedModel) -> float:
     teacher = None if stage.sampling is None else stage.sampling.teacher
     if teacher is not None and teacher.name is not None and teacher.url is None:
         width = BYTES[spec.dtype] if teacher.dtype == "model" else BYTES[teacher.dtype]
-        for one in teacher.each:
+        for one in teacher.each.values():
             extra += width * shape_of(_named(spec, str(one.name), one.revision)).parameters
     return extra
 

@@ -35,7 +35,7 @@ from keel.models.policy import (
     resolve_autocast,
     time_products,
 )
-from keel.models.reference import load_critic, load_teacher
+from keel.models.reference import load_critic, load_teachers
 from keel.models.shape import model_config, without_weights
 from keel.platform.signals import free_memory
 from keel.preflight import settings
@@ -323,8 +323,7 @@ def _check_objective(context: StageContext, plan: SamplingPlan) -> None:
         with context.stops("as its teacher is made", f"{prefix}teacher.name"):
             longest = longest_sequence(sampling, context.policy)
             if served_teacher(sampling.teacher, context.policy) is None:
-                for one in sampling.teacher.each:
-                    load_teacher(one, context.policy, recipe.model, longest)
+                load_teachers(sampling.teacher, context.policy, recipe.model, longest)
 
 
 def check_model(recipe: Recipe, policy: Policy) -> Iterator[Finding]:

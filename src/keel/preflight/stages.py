@@ -78,6 +78,7 @@ from keel.training.setup import (
     check_component,
     check_rewards,
     check_rewards_of_steps,
+    check_taught,
     load_rewards,
     reward_context,
 )
@@ -296,6 +297,8 @@ def _set_work(
         if other is not None:
             data["validation"] = prompt_columns(other.content, ())["prompt"]
     teacher, algorithm = sampling.teacher, sampling.algorithm
+    with context.stops("as its teachers are chosen", f"{context.prefix}teacher.by_task"):
+        check_taught(sampling, stats.source.tasks)
     names: set[str | None] = {*(() if teacher is None else teacher.columns)}
     names.add(None if algorithm is None else algorithm.advantage.role_column)
     read = {name: value for name, value in longest.columns.items() if name in names}

@@ -201,7 +201,9 @@ class NonFiniteStep:
 def write_batch(folder: Path, batch: TrainBatch[Batch]) -> None:
     """The tensors of a batch whose step was not taken, and its lengths."""
     checkpoint.save_tensors(folder / "batch.safetensors", tensors_of(batch))
-    lengths = {"lengths": batch.lengths, "input_lengths": batch.actions.input_lengths}
+    actions = batch.actions
+    names = ("lengths", "input_lengths", "lags")
+    lengths = {name: getattr(actions, name) for name in names}
     checkpoint.save_json(folder / "batch.json", lengths)
 
 

@@ -25,6 +25,7 @@ from keel.learn.advantages import estimate, outcome
 from keel.learn.batch import Batch, Estimates, TrainBatch, from_groups
 from keel.learn.learner import Losses, Trainer, by_gradient
 from keel.learn.loss import (
+    WEIGHTS,
     adapted_beta,
     adapted_bonus,
     demonstrated,
@@ -243,8 +244,8 @@ def score(loop: RLLoop, rollouts: Rollouts, number: int) -> Batch:
     replies = any(term.of == "replies" and term.coefficient for term in loop.algorithm.auxiliary)
     batch = from_groups(rollouts.groups, learner.device, replies=replies)
     if (choice := loop.taught_by) is not None and choice.by_task:
-        of = [choice.of_task(g.prompt.task) for g in rollouts.groups for _ in g.completions]
-        batch = replace(batch, teachers=tuple(of))
+        of = [choice.of_task(group.prompt.task) for group in rollouts.groups]
+        batch = replace(batch, teachers=tuple(of[group] for group in batch.groups))
     if choice is not None and choice.prompt is not None:
         longest, chat = learner.policy.context, loop.sampler.chat
         taught = from_groups(
@@ -254,7 +255,7 @@ def score(loop: RLLoop, rollouts: Rollouts, number: int) -> Batch:
     if config.old_log_probs == "engine":
         batch = replace(batch, old_log_prob_N=batch.engine_log_prob_N)
     elif config.old_log_probs == "log_linear":
-        batch = replace(batch, lags=tuple(number - 1 - version for version in batch.versions))
+        batch = replace(batch, lags=tuple(_behind(batch.versions, number)))
     with loop.teacher.scoring(batch.taught or batch) if loop.teacher else nullcontext() as found:
         scored = learner.score(
             batch,
@@ -415,11 +416,16 @@ def _staleness(loop: RLLoop, rollouts: Rollouts, number: int) -> dict[str, float
     versions = [c.weight_version for group in rollouts.groups for c in group.completions]
     if not versions:
         return {}
-    behind = [number - 1 - version for version in versions]
+    behind = _behind(versions, number)
     return {
         "rollout/staleness/mean": float(np.mean(behind)),
         "rollout/staleness/max": float(max(behind)),
     }
+
+
+def _behind(versions: Sequence[int], number: int) -> list[int]:
+    """How many updates these weights are behind the policy in step `number`."""
+    return [number - 1 - version for version in versions]
 
 
 def _reset_reference(loop: RLLoop, number: int) -> None:
@@ -527,10 +533,7 @@ def _corrected(algorithm: Algorithm, batches: Sequence[Minibatch]) -> dict[str, 
     found = torch.stack([cut_N.to(weight_N).mean(), (weight_N == 0).to(weight_N).mean(),
                          weight_N.mean()])  # fmt: skip
     names = ("clipped", "masked", "mean")
-    return {
-        f"sampling/importance_sampling_ratio/{name}": value
-        for name, value in zip(names, found.tolist(), strict=True)
-    }
+    return {f"{WEIGHTS}/{name}": value for name, value in zip(names, found.tolist(), strict=True)}
 
 
 def _divergence_now(loop: RLLoop, batches: Sequence[Batch]) -> float:

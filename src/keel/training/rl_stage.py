@@ -41,7 +41,7 @@ from keel.models.reference import (
     FrozenPolicy,
     critic_from_policy,
     load_critic,
-    load_teacher,
+    load_teachers,
     reference_for,
     value_head_for,
 )
@@ -58,6 +58,7 @@ from keel.training.setup import (
     benchmark_stops,
     build_sampler,
     build_scorer,
+    check_taught,
     dropout_of,
     load_rewards,
     longest_sequence,
@@ -164,7 +165,7 @@ def build_learner(
         teachers = []
     elif stage.teacher.name is not None:
         longest = longest_sequence(stage.sampling, policy)
-        teachers = [load_teacher(one, policy, model, longest) for one in stage.teacher.each]
+        teachers = load_teachers(stage.teacher, policy, model, longest)
         for one in teachers:
             spread(one.model, one.autocast)
     elif stage.teacher.weights == "live":
@@ -260,6 +261,7 @@ def build_loop(
         max_tokens=rollout.max_tokens,
         state=progress.stream,
     )
+    check_taught(stage.sampling, source.tasks)
     if stage.unresolved:
         stage = run.resolved(stage, source.size(), rollout.prompts_per_step)
     functions = load_rewards(
@@ -365,6 +367,11 @@ def build_evaluators(
 def loss_config(stage: RolloutStage, model: Model) -> rl.LossConfig:
     """What the loss of a stage reads of its recipe."""
     algorithm, trainer = stage.algorithm, stage.rollout.old_log_probs == "trainer"
+    if stage.rollout.old_log_probs == "log_linear" and asks_for(algorithm, "old_log_prob_N"):
+        raise KeelError(
+            "algorithm.advantage.function asks for old_log_prob_N before the update, and "
+            'rollout.old_log_probs = "log_linear" computes none: set it to "trainer"'
+        )
     several_updates = stage.epochs * stage.minibatches > 1
     adaptive = algorithm.divergence is not None and algorithm.divergence.adaptive is not None
     penalised = algorithm.reward_divergence is not None

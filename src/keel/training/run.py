@@ -34,7 +34,7 @@ from keel.models.policy import (
     resolve_autocast,
     time_products,
 )
-from keel.models.reference import check_teacher
+from keel.models.reference import check_teachers
 from keel.models.reward import check_classifier
 from keel.platform.files import make_folder, write_text
 from keel.platform.signals import Interrupt, ProcessLost, keep_freed
@@ -314,8 +314,7 @@ def validate_later_stages(recipe: Recipe, policy: Policy, current: int) -> None:
                 check_evaluated(stage.sampling)
                 if (teacher := stage.sampling.teacher) is not None:
                     longest = longest_sequence(stage.sampling, policy)
-                    for one in teacher.each:
-                        check_teacher(one, policy, recipe.model, longest)
+                    check_teachers(teacher, policy, recipe.model, longest)
                     served_teacher(teacher, policy)
         data, records = stage.preference_data, stage.records
         # The records of a Python function may be expensive to make.

@@ -5,7 +5,7 @@ Loops and parts take what is built here; they do not read the recipe.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -458,6 +458,14 @@ def longest_sequence(sampling: SamplingSource, policy: Policy) -> int | None:
     """The most tokens that a prompt and its completion may have; None if there is no limit."""
     prompt, answer = sampling.prompts.max_tokens, sampling.rollout.max_tokens
     return policy.context if prompt is None else prompt + answer
+
+
+def check_taught(sampling: SamplingSource, names: Collection[str]) -> None:
+    """Raise KeelError for a teacher of a task that is none of these."""
+    for at, name in enumerate(() if sampling.teacher is None else sampling.teacher.tasks):
+        if name not in names:
+            key = f"teacher.by_task.{at}.task"
+            raise KeelError(f"{key} = {name!r}: {unknown('task', name, names)}", key=key)
 
 
 def check_rewards(sampling: SamplingSource) -> list[str]:
