@@ -149,6 +149,13 @@ class Completion:
     failed: str = ""
     states: tuple[tuple[int, str], ...] = ()
 
+    @classmethod
+    def given(cls, ids: Sequence[int], text: str) -> Completion:
+        """A text that ends, as if the policy had written it."""
+        tokens = np.array(ids, dtype=np.int64)
+        zeros, ones = np.zeros(len(tokens), np.float32), np.ones(len(tokens), np.bool_)
+        return cls(tokens, zeros, ones, finish="eos", text=text)
+
     def __len__(self) -> int:
         return int(self.tokens.shape[0])
 

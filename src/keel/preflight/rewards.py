@@ -323,14 +323,7 @@ def _answered(prompt: Prompt, text: str, tokenizer: Any) -> Group:
     except KeelError:  # the characters round the answer may be unknown to the tokenizer
         ids = []
     eos = tokenizer.eos_token_id
-    tokens = np.array([*ids, *([] if eos is None else [eos])], dtype=np.int64)
-    completion = Completion(
-        tokens=tokens,
-        log_probs=np.zeros(len(tokens), dtype=np.float32),
-        written=np.ones(len(tokens), dtype=np.bool_),
-        finish="eos",
-        text=text,
-    )
+    completion = Completion.given([*ids, *([] if eos is None else [eos])], text)
     return Group(replace(prompt, opening=""), (completion,))  # its thoughts are closed
 
 
