@@ -16,7 +16,7 @@ from keel.config.model import Autocast, Model, TeacherModel
 from keel.models import lora
 from keel.models.families import compile_again, head_of, hidden_states, prepare
 from keel.models.head import Head, ValueHead, log_probs
-from keel.models.loading import load_model, load_tokenizer, naming_key, read_config
+from keel.models.loading import load_model, load_tokenizer, naming_keys, read_config
 from keel.models.packed import Packed
 from keel.models.policy import Policy
 from keel.models.sharded import whole, within
@@ -171,7 +171,7 @@ def load_teacher(
     """
     check_teacher(choice, policy, spec, longest)
     own = teacher_spec(choice, spec)
-    with naming_key("teacher.name"):
+    with naming_keys(name="teacher.name"):
         model = load_model(own, seed=0)
     prepare(model, own.autocast)
     return FrozenPolicy(model.requires_grad_(False).eval(), own.autocast, policy.tokens)
@@ -186,7 +186,7 @@ def check_teacher(choice: TeacherModel, policy: Policy, spec: Model, longest: in
     if choice.name is None or choice.url is not None:
         return
     own, where = teacher_spec(choice, spec), f"teacher.name = {choice.name!r}"
-    with naming_key("teacher.name"):
+    with naming_keys(name="teacher.name"):
         config, tokenizer = read_config(own).get_text_config(), load_tokenizer(own)
     _check_tokens(where, tokenizer, policy.tokenizer)
     if config.vocab_size < policy.tokens:
@@ -273,7 +273,7 @@ def load_critic(name: str, policy: Policy, spec: Model, seed: int) -> Critic:
     KeelError where it does not load or its vocabulary is too small.
     """
     own = {"name": name, "build": None, "revision": None, "lora": None, "quantisation": None}
-    with naming_key("value.name"):
+    with naming_keys(name="value.name"):
         model = load_model(spec.model_copy(update=own), seed)
     rows = model.get_input_embeddings().weight.shape[0]
     if rows < len(policy.tokenizer):
