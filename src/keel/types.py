@@ -29,6 +29,11 @@ def one_line(error: BaseException, *, named: bool = False) -> str:
     return " ".join((f"{type(error).__name__}: {error}" if named else str(error)).split())
 
 
+def shorten(text: str, width: int = 80) -> str:
+    """The text, cut to a width."""
+    return text if len(text) <= width else text[: width - 1] + "…"
+
+
 class KeelError(Exception):
     """A user's mistake or a refused input: one line that says what, where, and how to fix it.
 

@@ -76,11 +76,6 @@ def interval(count: int, n: int) -> str:
     return f"95 % interval {percent(share.low)} to {percent(share.high)}"
 
 
-def shorten(text: str, width: int = 80) -> str:
-    """The text, cut to a width."""
-    return text if len(text) <= width else text[: width - 1] + "…"
-
-
 # ---------------------------------------------------------------- lengths
 
 

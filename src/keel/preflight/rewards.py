@@ -27,7 +27,6 @@ from keel.preflight.context import (
     interval,
     percent,
     quantile,
-    shorten,
     surely_more,
 )
 from keel.preflight.prompts import inspected_places
@@ -36,7 +35,7 @@ from keel.rewards.outputs import Wrong
 from keel.rewards.registry import TASK, NamedReward
 from keel.rewards.scorer import Scorer
 from keel.training.rollout import all_alike
-from keel.types import Completion, Group, KeelError, Prompt, RewardResult, Task
+from keel.types import Completion, Group, KeelError, Prompt, RewardResult, Task, shorten
 
 RIGHT = ("exact_match", "numeric_match", "choice", "place_match", "math", "code", TASK)
 """Built-ins that give 1 for a right answer."""
