@@ -29,6 +29,11 @@ def one_line(error: BaseException, *, named: bool = False) -> str:
     return " ".join((f"{type(error).__name__}: {error}" if named else str(error)).split())
 
 
+def shorten(text: str, width: int = 80) -> str:
+    """The text, cut to a width."""
+    return text if len(text) <= width else text[: width - 1] + "…"
+
+
 class KeelError(Exception):
     """A user's mistake or a refused input: one line that says what, where, and how to fix it.
 
@@ -148,6 +153,13 @@ class Completion:
     columns: Mapping[str, Any] = field(default_factory=dict)
     failed: str = ""
     states: tuple[tuple[int, str], ...] = ()
+
+    @classmethod
+    def given(cls, ids: Sequence[int], text: str) -> Completion:
+        """A text that ends, as if the policy had written it."""
+        tokens = np.array(ids, dtype=np.int64)
+        zeros, ones = np.zeros(len(tokens), np.float32), np.ones(len(tokens), np.bool_)
+        return cls(tokens, zeros, ones, finish="eos", text=text)
 
     def __len__(self) -> int:
         return int(self.tokens.shape[0])

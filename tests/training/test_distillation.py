@@ -102,8 +102,8 @@ def test_each_task_has_its_own_teacher(tmp_path: Path) -> None:
     rows = load(folder).rollouts(1)
     assert {row["task"] for row in rows} == set(seeds)
     wrong = [*FAST, *keys, chosen % "jsonl:sum"]
-    (finding,) = (one for one in check("tiny", wrong).findings if one.level == "stop")
-    assert "did you mean 'jsonl:sums'?" in finding.evidence
+    (finding,) = (one for one in check("tiny", wrong).findings if "by_task" in one.key)
+    assert "did you mean 'jsonl:sums'?" in finding.what + finding.evidence + finding.fix
     with pytest.raises(KeelError, match="unknown task 'jsonl:sum'"):
         run(tmp_path / "wrong", *keys, chosen % "jsonl:sum")
     for row in rows:

@@ -210,7 +210,6 @@ def predictive_report(
     predictive_logit_C: npt.ArrayLike,
     label_C: npt.ArrayLike,
     clusters: Iterable[Hashable] | None = None,
-    bins: int = BINS,
 ) -> PredictiveReport:
     """Predicted probabilities against labels in bins, and whether the variance earns its place.
 
@@ -222,7 +221,7 @@ def predictive_report(
     names = None if clusters is None else list(clusters)
     d, predictive, label = _finite(difference_C), _finite(predictive_logit_C), _finite(label_C)
     gain = mean_interval(_log_loss(d, label) - _log_loss(predictive, label), names)
-    return PredictiveReport(pair_report(predictive, label, clusters=names, bins=bins), gain)
+    return PredictiveReport(pair_report(predictive, label, clusters=names), gain)
 
 
 def label_report(
@@ -230,7 +229,6 @@ def label_report(
     label_S: npt.ArrayLike,
     clusters: Iterable[Hashable] | None = None,
     length_S: npt.ArrayLike | None = None,
-    bins: int = BINS,
 ) -> LabelReport:
     """What logits z of "right" are worth against labels y: 1 right, 0 wrong, a share between.
 
@@ -252,7 +250,7 @@ def label_report(
     names = None if clusters is None else codes(clusters)
     decided = y != 0.5
     positive = y[decided] > 0.5
-    reliability = _bins(expit(z), y, np.linspace(0, 1, bins + 1))
+    reliability = _bins(expit(z), y, np.linspace(0, 1, BINS + 1))
     rate, share = _mean(y), _mean(positive.astype(np.float64))
     return LabelReport(
         **_common(z, y, names, reliability, None if length_S is None else _finite(length_S)),

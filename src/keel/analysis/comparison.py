@@ -197,13 +197,13 @@ def levels(n: int, confidence: float) -> tuple[float, float]:
     return low, 1 - low
 
 
-def iqm_interval(scores: Array, confidence: float = 0.95, seed: int = 0) -> Interval:
+def iqm_interval(scores: Array) -> Interval:
     """Interquartile mean over seeds with its bootstrap interval.
 
     Infinite for one or two seeds, and for a few that happen to agree (see `around`).
     """
     n = len(scores)
-    middle, low, high = (float(ends[0]) for ends in band(scores[:, None], confidence, seed))
+    middle, low, high = (float(ends[0]) for ends in band(scores[:, None]))
     if n < ENOUGH and low == high:
         low, high = -math.inf, math.inf
     return Interval(middle, low, high, n)

@@ -107,14 +107,14 @@ class Shape:
         adapters = 6.0 * rank * self.adapted * tokens
         return 2 * self.forward(tokens, pairs, scored) + attention + adapters
 
-    def decoded_bytes(self, rows: int, context: int, weight: float = 2, cache: float = 2) -> float:
+    def decoded_bytes(self, rows: int, context: int) -> float:
         """Bytes that a decoded step reads: the weights once, the cache of all rows.
 
         Of experts those that the rows reach, all of them from a few rows on.
         """
         reached = min(1.0, rows * self.share)
         products = self.linear + reached * self.experts + self.vocabulary * self.hidden
-        return weight * products + rows * context * self.cached_bytes(cache)
+        return 2 * products + rows * context * self.cached_bytes()
 
     def cached_bytes(self, width: float = 2) -> float:
         """Bytes of a token's keys and values; `PAGE` times that is a page. Windows are not used."""

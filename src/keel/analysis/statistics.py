@@ -73,9 +73,7 @@ def codes(names: Iterable[Hashable]) -> Codes:
     return np.fromiter((found.setdefault(name, len(found)) for name in names), dtype=np.int64)
 
 
-def share_interval(
-    values_S: npt.ArrayLike, clusters: Iterable[Hashable] | None = None, confidence: float = 0.95
-) -> Interval:
+def share_interval(values_S: npt.ArrayLike, clusters: Iterable[Hashable] | None = None) -> Interval:
     """The mean of values in [0, 1], such as right (1), wrong (0) and undecided (½).
 
         p̂ = Σ x_i / n,   u_i = (x_i − p̂) / n
@@ -85,9 +83,9 @@ def share_interval(
     """
     x = np.asarray(values_S, dtype=np.float64).reshape(-1)
     if clusters is None or x.size == 0:
-        return wilson_interval(float(x.sum()), x.size, confidence)
+        return wilson_interval(float(x.sum()), x.size)
     rate = float(x.mean())
-    return clustered_interval(rate, (x - rate) / x.size, clusters, x.size, confidence)
+    return clustered_interval(rate, (x - rate) / x.size, clusters, x.size)
 
 
 def clustered_interval(
@@ -234,7 +232,6 @@ def iqm(values: npt.ArrayLike, axis: int | None = None) -> Any:
 def bootstrap_interval(
     values: npt.ArrayLike,
     statistic: Callable[..., Any] = np.mean,
-    confidence: float = 0.95,
     resamples: int = 2000,
     seed: int = 0,
 ) -> Interval:
@@ -255,7 +252,7 @@ def bootstrap_interval(
         (x,),
         statistic,
         n_resamples=resamples,
-        confidence_level=confidence,
+        confidence_level=0.95,
         method="percentile",
         vectorized=True,
         rng=np.random.default_rng(seed),

@@ -24,7 +24,7 @@ from keel.config.schema import Recipe
 from keel.platform.extras import install_command
 from keel.runs.layout import RunFolder
 from keel.runs.reader import Run, load
-from keel.types import KeelError, text_of
+from keel.types import KeelError, shorten, text_of
 
 LARGE = 10**9
 """Bytes of a run folder from which on its size is shown."""
@@ -214,8 +214,7 @@ def _example(example: dict[str, Any]) -> str:
 
 
 def _short(text: str, width: int) -> str:
-    text = visible(" ".join(text.split()))
-    return text if len(text) <= width else text[: width - 1] + "…"
+    return shorten(visible(" ".join(text.split())), width)
 
 
 # ---------------------------------------------------------------- control

@@ -27,7 +27,7 @@ from keel.cluster import ranks as rank_processes
 from keel.cluster.parts import GroupLearner, Member, PlacedStage, StageFactory, StageParts
 from keel.cluster.ranks import RankGroup
 from keel.config.model import Cluster
-from keel.learn.memory import TokenBudget
+from keel.learn.memory import TokenBudget, keeping_threads
 from keel.learn.ranks import ONE, Ranks, prompt_units
 from keel.models.policy import Policy
 from keel.models.sharded import wholes
@@ -74,12 +74,10 @@ class RankPlacement:
 
     @contextmanager
     def place(self, parts: StageParts) -> Iterator[PlacedStage]:
-        before = torch.get_num_threads()
-        each = self.threads or max(before // self.cluster.processes, 1)
-        torch.set_num_threads(each)
+        each = self.threads or max(torch.get_num_threads() // self.cluster.processes, 1)
         policy, samples = parts.policy, parts.engine_kind.in_process
         own = replace(parts.factory, rewards={}, reward_context=RewardContext())
-        try:
+        with keeping_threads(each):
             alone = None if samples else parts.own_engine()
             with rank_processes.start(
                 self.cluster.processes,
@@ -94,8 +92,6 @@ class RankPlacement:
                 shared = SharedEngine(group, self.offers(parts.engine_kind))
                 engine = shared if alone is None else alone
                 yield PlacedStage(SharedLearner(group, policy, parts.budget, *kinds), engine)
-        finally:
-            torch.set_num_threads(before)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from keel.control.environments import derive_episode, make
 from keel.control.learner import ChooseActions, ControlLearner, ControlProgress, evaluate
 from keel.control.policy_gradient import PolicyGradient
 from keel.control.q_learning import QLearning
+from keel.learn.memory import keeping_threads
 from keel.platform import files
 from keel.runs import checkpoint, lifecycle
 from keel.runs.layout import RunFolder
@@ -66,16 +67,13 @@ def control(
     text, name = ("", "") if recipe is None else (to_toml(recipe), recipe.name)
     place = lifecycle.resume_run(folder) if resume else lifecycle.create_run(text, name, folder)
     recipe = load_control(place.recipe) if resume or recipe is None else recipe
-    with lifecycle.run_lifecycle(place, resume, callbacks, "control") as (writer, start):
-        threads = torch.get_num_threads()
-        if recipe.threads is not None:
-            torch.set_num_threads(recipe.threads)
+    lasting = lifecycle.run_lifecycle(place, resume, callbacks, "control")
+    with lasting as (writer, start), keeping_threads(recipe.threads):
         learner = build(recipe)
         try:
             _run(recipe, learner, writer, start, resume)
         finally:
             learner.environments.close()
-            torch.set_num_threads(threads)
     return place
 
 

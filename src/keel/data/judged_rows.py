@@ -21,7 +21,7 @@ from keel.data.columns import (
     read_tools,
 )
 from keel.data.tables import SourceRow, encodable
-from keel.types import Content, KeelError, Message, Tools, text_of
+from keel.types import Content, KeelError, Message, Tools, shorten, text_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,8 +158,7 @@ class Fields:
     def wrong(self, name: str, fix: str) -> KeelError:
         """The column's value is refused; `fix` is what to give instead."""
         column = self.names.get(name, name)
-        shown = repr(self.row.get(column))
-        shown = shown if len(shown) <= SHOWN else shown[: SHOWN - 1] + "…"
+        shown = shorten(repr(self.row.get(column)), SHOWN)
         return KeelError(f"{self.place}: column {column!r} = {shown}: {fix}")
 
     # ------------------------------------------------------------ what a column may hold

@@ -196,9 +196,9 @@ def places(content: Content) -> Iterator[float]:
     yield position(turns)
 
 
-def split_of(content: Content, validation_fraction: float = VALIDATION_FRACTION) -> Split:
+def split_of(content: Content) -> Split:
     """The split that a content is on, by its hash; so the splits never overlap."""
-    return "validation" if position(content) < validation_fraction else "train"
+    return "validation" if position(content) < VALIDATION_FRACTION else "train"
 
 
 def splits_of(places: Sequence[float], validation_fraction: float) -> list[Split]:

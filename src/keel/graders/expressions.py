@@ -130,7 +130,7 @@ def same_answer(
         return False
     try:
         read = _read(wanted, text, evaluated, plain)
-        if not _same(wanted, read, text, evaluated):
+        if not _same(wanted, read, evaluated):
             return False
         return not (evaluated and question and _asked(wanted, read, question))
     except Unreadable:
@@ -310,7 +310,7 @@ def gold_answer(gold: str, *, plain: bool = False) -> ParsedExpression:
     return ParsedExpression("text", text, text)
 
 
-def _same(gold: ParsedExpression, stated: ParsedExpression, text: str, evaluated: bool) -> bool:
+def _same(gold: ParsedExpression, stated: ParsedExpression, evaluated: bool) -> bool:
     if not same_name(gold.name, stated.name):
         return False
     if gold.kind == "words":
@@ -323,7 +323,7 @@ def _same(gold: ParsedExpression, stated: ParsedExpression, text: str, evaluated
     if stated.kind == "list":  # else several ways to write one answer
         if gold.kind == "list":
             return _matched(gold.value, stated.value, evaluated)
-        return all(_same(gold, one, one.text, evaluated) for one in stated.value)
+        return all(_same(gold, one, evaluated) for one in stated.value)
     if gold.kind == stated.kind and isinstance(gold.value, list):
         return _in_order(gold.value, stated.value, evaluated)
     if gold.kind == stated.kind == "number":
@@ -359,7 +359,7 @@ def _in_order(
     gold: Sequence[ParsedExpression], stated: Sequence[ParsedExpression], evaluated: bool
 ) -> bool:
     return len(gold) == len(stated) and all(
-        _same(g, s, s.text, evaluated) for g, s in zip(gold, stated, strict=True)
+        _same(g, s, evaluated) for g, s in zip(gold, stated, strict=True)
     )
 
 
@@ -374,7 +374,7 @@ def _matched(
     if len(names) > 1 and not any(one.name for one in stated):  # which is which, the order says
         return _in_order(gold, stated, evaluated)
     for one in gold:
-        at = next((i for i, s in enumerate(left) if _same(one, s, s.text, evaluated)), None)
+        at = next((i for i, s in enumerate(left) if _same(one, s, evaluated)), None)
         if at is None:
             return False
         left.pop(at)

@@ -32,6 +32,18 @@ LESS = (
 """What lowers the memory that a smaller micro-batch does not."""
 
 
+@contextmanager
+def keeping_threads(wanted: int | None = None) -> Iterator[None]:
+    """Torch has the `wanted` number of threads; afterwards that which it had, whatever is set."""
+    before = torch.get_num_threads()
+    if wanted is not None:
+        torch.set_num_threads(wanted)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 @dataclass(frozen=True, slots=True)
 class CallMemory:
     """Bytes of a device that a call took: at its peak, and those that are still taken (`kept`);

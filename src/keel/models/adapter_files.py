@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from keel.config.model import Lora
-from keel.models.loading import ADAPTER, file_of, naming_key
+from keel.models.loading import ADAPTER, file_of, naming_keys
 from keel.models.lora import MAGNITUDE, MODULES, POLICY, adapter_weights, import_peft
 from keel.types import KeelError
 
@@ -106,7 +106,7 @@ class StoredAdapter:
 def read_adapter(name: str) -> StoredAdapter:
     """An adapter of a folder or the hub, in safetensors; no weight is read. Raises KeelError."""
     peft = import_peft()
-    with naming_key("model.lora.adapter"):
+    with naming_keys(name="model.lora.adapter"):
         config, weights = (file_of(name, file) for file in (ADAPTER, WEIGHTS))
     try:
         known = json.loads(config.read_text("utf-8"))

@@ -289,12 +289,15 @@ def _options(spec: Model) -> dict[str, Any]:
 
 
 @contextmanager
-def naming_key(key: str) -> Iterator[None]:
-    """Errors of the block name `key` in place of `model.name`."""
+def naming_keys(**keys: str) -> Iterator[None]:
+    """Errors of the block name these keys in place of `model.NAME`."""
     try:
         yield
     except KeelError as error:
-        raise KeelError(str(error).replace("model.name", key)) from error
+        message = str(error)
+        for name, key in keys.items():
+            message = message.replace(f"model.{name}", key)
+        raise KeelError(message) from error
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from keel.config.model import Autocast, Model, TeacherModel
 from keel.models import lora
 from keel.models.families import compile_again, head_of, hidden_states, prepare
 from keel.models.head import Head, ValueHead, log_probs
-from keel.models.loading import load_model, load_tokenizer, naming_key, read_config
+from keel.models.loading import load_model, load_tokenizer, naming_keys, read_config
 from keel.models.packed import Packed
 from keel.models.policy import Policy
 from keel.models.sharded import whole, within
@@ -173,7 +173,7 @@ def load_teachers(
     found = []
     for key, one in choice.each.items():
         own = teacher_spec(one, spec)
-        with naming_key(key):
+        with naming_keys(name=key):
             model = load_model(own, seed=0)
         prepare(model, own.autocast)
         model = model.requires_grad_(False).eval()
@@ -197,7 +197,7 @@ def _check_teacher(
     key: str, choice: TeacherModel, policy: Policy, spec: Model, longest: int | None
 ) -> None:
     own, where = teacher_spec(choice, spec), f"{key} = {choice.name!r}"
-    with naming_key(key):
+    with naming_keys(name=key):
         config, tokenizer = read_config(own).get_text_config(), load_tokenizer(own)
     _check_tokens(where, tokenizer, policy.tokenizer)
     if config.vocab_size < policy.tokens:
@@ -284,7 +284,7 @@ def load_critic(name: str, policy: Policy, spec: Model, seed: int) -> Critic:
     KeelError where it does not load or its vocabulary is too small.
     """
     own = {"name": name, "build": None, "revision": None, "lora": None, "quantisation": None}
-    with naming_key("value.name"):
+    with naming_keys(name="value.name"):
         model = load_model(spec.model_copy(update=own), seed)
     rows = model.get_input_embeddings().weight.shape[0]
     if rows < len(policy.tokenizer):

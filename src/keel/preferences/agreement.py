@@ -14,6 +14,7 @@ import numpy.typing as npt
 from keel.analysis.statistics import Array, Interval, codes, mean_interval, share_interval
 from keel.preferences.records import JudgedPair, LabelRecord, Source, mean_label
 from keel.preferences.store import PreferenceStore, where
+from keel.types import shorten
 
 
 def longer_preferred(valued: Iterable[tuple[JudgedPair, float]]) -> Interval:
@@ -365,8 +366,7 @@ def audit_lines(judges: Sequence[Mapping[str, Any]]) -> list[str]:
             f"judge {judge['judge']}: {judge['pairs']} pairs in both orders, {judge['ties']} ties, "
             f"{judge['no_verdict']} without a verdict"
         )
-        rubric = " ".join(judge["rubric"].split())
-        lines.append(f"  rubric: {rubric if len(rubric) <= 70 else rubric[:69] + '…'}")
+        lines.append(f"  rubric: {shorten(' '.join(judge['rubric'].split()), 70)}")
         lines += [_figure(name, judge[key]) for key, name in FIGURES.items()]
         lines += [_figure(f"wins of {row['model']}", row["win_rate"]) for row in judge["models"]]
         if judge["own"] is not None:

@@ -202,10 +202,10 @@ def sample_record(
 
 
 class ProgressNotes:
-    """Notes how much of a model's work is done, at most once in `every` seconds."""
+    """Notes how much of a model's work is done, at most once in `NOTE_SECONDS`."""
 
-    def __init__(self, note: Note, work: Sequence[Work], every: float = NOTE_SECONDS) -> None:
-        self.note, self.every = note, every
+    def __init__(self, note: Note, work: Sequence[Work]) -> None:
+        self.note = note
         self.what = f"{work[0].role} of {work[0].model.model}"
         self.done, self.total = 0, sum(one.size for one in work)
         self._last = time.monotonic()
@@ -215,7 +215,7 @@ class ProgressNotes:
         """Count more that are done."""
         self.done += count
         now = time.monotonic()
-        if self.done < self.total and now - self._last >= self.every:
+        if self.done < self.total and now - self._last >= NOTE_SECONDS:
             self._last = now
             self.note(f"{self.what}: {self.done} of {self.total} done")
 

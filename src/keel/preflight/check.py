@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from keel.config.load import Source, load_recipe
 from keel.config.schema import Recipe
 from keel.engines.compiled import is_llama_like
 from keel.learn.advantages import check_entries
+from keel.learn.memory import keeping_threads
 from keel.learn.optimizer import trainable
 from keel.learn.teacher_server import served_teacher
 from keel.models.chat import ChatEncoder
@@ -127,7 +128,7 @@ def check(
     written = load_recipe(source, overrides)
     missing = _missing(written)
     recipe = _on_cpu(written) if missing.startswith("model.device") else written
-    with _threads(recipe.threads):
+    with keeping_threads(recipe.threads):
         policy = load_policy(recipe.model, recipe.seed)
         settled, figures = _settled(recipe, policy)
         contexts = [
@@ -399,18 +400,6 @@ def _facts(recipe: Recipe, policy: Policy, contexts: Sequence[StageContext]) -> 
         unread={c.stage.name: c.unread for c in contexts},
         replies={name: stats.replies for name, stats in prompts.items()},
     )
-
-
-@contextmanager
-def _threads(wanted: int | None) -> Iterator[None]:
-    """The recipe's number of threads."""
-    before = torch.get_num_threads()
-    if wanted is not None:
-        torch.set_num_threads(wanted)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 # ---------------------------------------------------------------- the trial

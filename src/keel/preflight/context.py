@@ -76,11 +76,6 @@ def interval(count: int, n: int) -> str:
     return f"95 % interval {percent(share.low)} to {percent(share.high)}"
 
 
-def shorten(text: str, width: int = 80) -> str:
-    """The text, cut to a width."""
-    return text if len(text) <= width else text[: width - 1] + "…"
-
-
 # ---------------------------------------------------------------- lengths
 
 
@@ -244,11 +239,11 @@ class StageContext:
         earlier = takewhile(lambda stage: stage.name != self.stage.name, self.recipe.stages)
         return next((s.name for s in reversed(list(earlier)) if s.trains_policy), None)
 
-    def resolve(self, size: int | None, batch: int, key: str = "num_train_epochs") -> None:
+    def resolve(self, size: int | None, batch: int) -> None:
         """Find the number of steps of a stage that makes passes over `size` examples. Raises
         StageStops if they have no end."""
         if self.stage.unresolved:
-            with self.stops("before its first step", f"{self.prefix}{key}"):
+            with self.stops("before its first step", f"{self.prefix}num_train_epochs"):
                 self.stage = self.stage.lasting(size, batch)
             self.figures["steps"] = self.stage.steps
 

@@ -28,12 +28,11 @@ from keel.preflight.context import (
     found,
     percent,
     quantile,
-    shorten,
     surely_more,
 )
 from keel.runs.rows import WORDS, LeftOut
 from keel.training.setup import prompt_source
-from keel.types import KeelError, Message, Prompt, Task, Tools, text_of
+from keel.types import KeelError, Message, Prompt, Task, Tools, shorten, text_of
 
 STORED, GENERATED = 1_000, 128
 """Prompts whose length is measured: of a task with rows, and of one without end. A share of 5 %

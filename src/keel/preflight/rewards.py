@@ -27,7 +27,6 @@ from keel.preflight.context import (
     interval,
     percent,
     quantile,
-    shorten,
     surely_more,
 )
 from keel.preflight.prompts import inspected_places
@@ -36,7 +35,7 @@ from keel.rewards.outputs import Wrong
 from keel.rewards.registry import TASK, NamedReward
 from keel.rewards.scorer import Scorer
 from keel.training.rollout import all_alike
-from keel.types import Completion, Group, KeelError, Prompt, RewardResult, Task
+from keel.types import Completion, Group, KeelError, Prompt, RewardResult, Task, shorten
 
 RIGHT = ("exact_match", "numeric_match", "choice", "place_match", "math", "code", TASK)
 """Built-ins that give 1 for a right answer."""
@@ -323,14 +322,7 @@ def _answered(prompt: Prompt, text: str, tokenizer: Any) -> Group:
     except KeelError:  # the characters round the answer may be unknown to the tokenizer
         ids = []
     eos = tokenizer.eos_token_id
-    tokens = np.array([*ids, *([] if eos is None else [eos])], dtype=np.int64)
-    completion = Completion(
-        tokens=tokens,
-        log_probs=np.zeros(len(tokens), dtype=np.float32),
-        written=np.ones(len(tokens), dtype=np.bool_),
-        finish="eos",
-        text=text,
-    )
+    completion = Completion.given([*ids, *([] if eos is None else [eos])], text)
     return Group(replace(prompt, opening=""), (completion,))  # its thoughts are closed
 
 

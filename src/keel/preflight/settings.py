@@ -30,7 +30,8 @@ from keel.config.stage import Optimizer
 from keel.data.gym import PREFIX
 from keel.data.tasks import GENERATORS
 from keel.engines.registry import capabilities_of
-from keel.preflight.context import Finding, StageContext, found, percent, shorten
+from keel.preflight.context import Finding, StageContext, found, percent
+from keel.types import shorten
 
 KeyPath = tuple[str | int, ...]
 ADAPTER_RATE = 2e-6

@@ -186,13 +186,13 @@ def save_tensors(
         save_file(own, path, metadata)
 
 
-def load_tensors(path: Path, device: str = "cpu") -> dict[str, Tensor]:
+def load_tensors(path: Path) -> dict[str, Tensor]:
     """The tensors of a file. Raises KeelError if it is not a safetensors file."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     try:
-        return load_file(path, device=device)
+        return load_file(path)
     except (OSError, SafetensorError) as error:
         raise KeelError(f"cannot read {path}: {error}: resume from another checkpoint") from error
 

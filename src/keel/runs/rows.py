@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from keel.platform.files import append_bytes, make_folder, remove, write_bytes
 from keel.runs.values import clean_text, plain
-from keel.types import Content, FinishReason, KeelError, Step
+from keel.types import Content, FinishReason, KeelError, Step, shorten
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -272,8 +272,7 @@ def counted(rows: Iterable[LeftOut]) -> str:
 
 def shortened(reason: str) -> str:
     """A reason on one line, of bounded length."""
-    line = " ".join(reason.split())
-    return line if len(line) <= SHOWN else line[: SHOWN - 1] + "…"
+    return shorten(" ".join(reason.split()), SHOWN)
 
 
 def _line(row: LeftOut) -> bytes:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, closing, suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from keel.data.preferences import READERS
 from keel.data.splits import Splits
 from keel.learn.memory import LESS, oom_context
 from keel.learn.optimizer import WeightOptimizer, trainable
+from keel.models.loading import naming_keys
 from keel.models.policy import Policy, load_policy
 from keel.models.reward import (
     Kind,
@@ -224,16 +225,9 @@ def new_model(
         return continued_reward_model(before, kind, run.policy, seed, base.lora)
 
 
-@contextmanager
-def keys_of_base(base: str) -> Iterator[None]:
+def keys_of_base(base: str) -> AbstractContextManager[None]:
     """Errors of loading name the keys of a base model instead of those of `model`."""
-    try:
-        yield
-    except KeelError as error:
-        message = str(error)
-        for key in ("name", "lora"):
-            message = message.replace(f"model.{key}", f"{base}.{key}")
-        raise KeelError(message) from error
+    return naming_keys(name=f"{base}.name", lora=f"{base}.lora")
 
 
 def base_policy(recipe: Recipe, policy: Policy, base: BaseModelChoice) -> Policy:

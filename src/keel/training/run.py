@@ -22,7 +22,7 @@ from keel.data.preferences import READERS
 from keel.data.sft import read_sft
 from keel.data.splits import KINDS
 from keel.engines.registry import capabilities_of, check_engine, check_requests
-from keel.learn.memory import LESS, oom_context
+from keel.learn.memory import LESS, keeping_threads, oom_context
 from keel.learn.optimizer import check_optimizer
 from keel.learn.teacher_server import served_teacher
 from keel.models.kernels import fingerprint
@@ -128,16 +128,6 @@ def train(
                     raise
                 left, resume = left - 1, True
                 lost = f"{error.__cause__}: going on from the newest checkpoint"
-
-
-@contextmanager
-def keeping_threads() -> Iterator[None]:
-    """Afterwards torch has the number of threads that it had, whatever a recipe sets."""
-    count = torch.get_num_threads()
-    try:
-        yield
-    finally:
-        torch.set_num_threads(count)
 
 
 @contextmanager

@@ -13,10 +13,11 @@ import numpy as np
 import torch
 from torch import nn
 
+from keel.config.entry import load_function
 from keel.config.fields import derive
 from keel.config.sources import SFTData
 from keel.config.stage import ImitationSource, Optimizer, StageConfig
-from keel.data.mixture import ItemStream, Numbered, PromptStream
+from keel.data.mixture import ItemStream, Numbered
 from keel.data.sft import (
     Block,
     SFTEncoder,
@@ -53,7 +54,7 @@ from keel.runs.rows import LeftOut, counted, write_quarantine
 from keel.training import loop
 from keel.training.judged_data import some_rows
 from keel.training.loop import EvaluationResult, StepResult
-from keel.training.setup import RunContext, dropout_of, token_budget
+from keel.training.setup import PromptSource, RunContext, dropout_of, token_budget
 from keel.training.state import Progress, State, restore_modules, restore_optimizers
 from keel.types import Completion, Group, KeelError, Prompt, Task, one_line
 
@@ -425,54 +426,30 @@ Demonstrate = Callable[[Prompt, str, np.random.Generator], str]
 """(prompt, gold answer, random numbers) -> the text to imitate."""
 
 
-@dataclass(frozen=True, eq=False)
-class Demonstrations:
-    """Where the demonstrations of a stage come from, and the policy that learns from them."""
+def demonstrations(
+    policy: Policy, stage: str, entry: str, batch_size: int, source: PromptSource, seed: int
+) -> Examples[Batch]:
+    """Texts that a function of the recipe (`entry`) gives for prompts, as the examples of a stage.
 
-    stage: str
-    entry: str
-    """The recipe's name of `demonstrate`."""
-    demonstrate: Demonstrate
-    tasks: Mapping[str, Task]
-    stream: PromptStream
-    batch_size: int
-    policy: Policy
-    seed: int
-    encoder: Encoder
+    Raises KeelError for one that cannot be made or does not fit, when its step comes.
+    """
+    demonstrate, stream = load_function(entry, "demonstration"), source.stream
 
-    def examples(self) -> Examples[Batch]:
-        """The demonstrations as the examples of a stage."""
-        return imitation(self.batch, self.backward, self.stream.state)
-
-    def batch(self, number: int) -> Batch:
-        """The step's prompts, each with its demonstration as the completion, closed as a turn."""
-        rng = np.random.default_rng(derive(self.seed, "demonstrations", number))
-        groups = []
-        for prompt in self.stream.take(self.batch_size):
-            groups.append(self._group(prompt, rng))
-        return from_groups(groups, self.policy.device)
-
-    def backward(self, batch: Batch, token_budget: int) -> dict[str, float]:
-        """The gradient of the mean cross-entropy of the demonstrations' tokens."""
-        left_out = float(sum(self.stream.left_out.values()))
-        return {**imitate(self.policy, batch, token_budget), "prompts/left_out": left_out}
-
-    def _group(self, prompt: Prompt, rng: np.random.Generator) -> Group:
-        """The prompt and the text to imitate. Raises KeelError if it cannot be made or does not
-        fit."""
-        text = demonstration(prompt, self.tasks[prompt.task], self.entry, self.demonstrate, rng)
-        found = encode_demonstration(
-            prompt, text, self.encoder, self.policy.context, f"{self.stage}."
-        )
-        tokens = np.array(found.answer, dtype=np.int64)
-        completion = Completion(
-            tokens=tokens,
-            log_probs=np.zeros(len(tokens), dtype=np.float32),
-            written=np.ones(len(tokens), dtype=np.bool_),
-            finish="eos",
-            text=text,
-        )
+    def group(prompt: Prompt, rng: np.random.Generator) -> Group:
+        text = demonstration(prompt, source.tasks[prompt.task], entry, demonstrate, rng)
+        found = encode_demonstration(prompt, text, source.encoder, policy.context, f"{stage}.")
+        completion = Completion.given(found.answer, text)
         return Group(replace(prompt, tokens=tuple(found.prompt)), (completion,))
+
+    def batch(number: int) -> Batch:
+        rng = np.random.default_rng(derive(seed, "demonstrations", number))
+        return from_groups([group(one, rng) for one in stream.take(batch_size)], policy.device)
+
+    def backward(batch: Batch, token_budget: int) -> dict[str, float]:
+        left_out = float(sum(stream.left_out.values()))
+        return {**imitate(policy, batch, token_budget), "prompts/left_out": left_out}
+
+    return imitation(batch, backward, stream.state)
 
 
 def demonstration(

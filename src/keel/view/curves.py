@@ -51,7 +51,7 @@ def curves_page(library: Library, address: Address, price: float | None) -> None
     with page(shown, runs[0].name):
         problems = Problems()
         problems.show(files.problems)
-        status = _heading(shown, runs, files)
+        status = _heading(runs, files)
         with ui.row().classes("items-center w-full").style("gap: 6px 18px"):
             _choices(shown, runs, files.stage)
             _smoothing(shown, lambda: draw())
@@ -123,7 +123,7 @@ def _read(
     return RunFiles(versions, shown, status, problems, replaced)
 
 
-def _heading(shown: Shown, runs: Sequence[OpenRun], files: RunFiles) -> ui.label:
+def _heading(runs: Sequence[OpenRun], files: RunFiles) -> ui.label:
     """The names and objective of the runs, and the status, which is returned."""
     run, stage = runs[0], files.stage
     with ui.row().classes("items-center").style("gap: 6px 18px"):

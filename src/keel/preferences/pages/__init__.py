@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from keel.preferences.annotation import AnnotationProject
 from keel.view.server import require_nicegui, serve_pages
 
@@ -18,7 +16,6 @@ def serve_annotation(
     host: str = "127.0.0.1",
     port: int | None = None,
     browser: bool = True,
-    announce: Callable[[str], None] = print,
 ) -> None:
     """Serve the pages on which people label pairs, and their summary, until interrupted.
 
@@ -52,6 +49,6 @@ def serve_annotation(
         host=host,
         port=port,
         browser=browser,
-        announce=announce,
+        announce=print,
         others=("/summary",),
     )

@@ -132,11 +132,10 @@ class SFTStage(StageConfig):
         return self.model_copy(update={"data": (own,), "evaluation": SFTEvaluation(rows=0)})
 
     def train(self, run: RunContext, progress: Progress) -> Progress:
-        from keel.config.entry import load_function
         from keel.config.fields import derive
         from keel.learn.optimizer import WeightOptimizer, trainable
         from keel.training.setup import open_prompts
-        from keel.training.supervised import Demonstrations, train_on_examples, train_on_sets
+        from keel.training.supervised import demonstrations, train_on_examples, train_on_sets
 
         if self.imitated is not None:
             return train_on_sets(run, self, progress, self.imitated)
@@ -152,20 +151,12 @@ class SFTStage(StageConfig):
             key="the shortest demonstration",
             state=progress.stream,
         )
-        demonstrations = Demonstrations(
-            stage=self.name,
-            entry=self.demonstration,
-            demonstrate=load_function(self.demonstration, "demonstration"),
-            tasks=source.tasks,
-            stream=source.stream,
-            batch_size=self.batch_size,
-            policy=run.policy,
-            seed=seed,
-            encoder=source.encoder,
+        examples = demonstrations(
+            run.policy, self.name, self.demonstration, self.batch_size, source, seed
         )
         size = source.size() if self.unresolved else None
         stage = run.resolved(self, size, self.batch_size)
-        return train_on_examples(run, stage, progress, demonstrations.examples(), optimizer)
+        return train_on_examples(run, stage, progress, examples, optimizer)
 
 
 STAGE = SFTStage
