@@ -9,7 +9,7 @@ python -m studies.evidence memory      # peak memory by the models that an algor
 python -m studies.evidence replay      # reward models that go on learning, with earlier rows
 python -m studies.evidence distillation  # a student by a teacher and by GRPO; half an hour
 python -m studies.evidence trained     # recipes smollm2-*, after `make real-model`; hours
-python -m studies.evidence variants    # later variants over ten seeds; two hours
+python -m studies.evidence variants    # later variants over ten seeds; an hour
 python -m studies.evidence pages       # tables and pictures from results/; a minute
 
 What is finished in --out is not run again.

@@ -21,7 +21,6 @@ from typing import Any
 import tomli_w
 
 from keel.algorithms.presets import PRESETS
-from keel.algorithms.spec import Preset
 from keel.algorithms.variants import VARIANTS
 from studies.common import keel, read_csv
 
@@ -39,8 +38,6 @@ COMPARED = tuple(
 """`studies.evidence.distillation` measures the others."""
 UNGROUPED = ("ppo", "ppo_kl_penalty", "reinforce", "reinforce_pp", "remax", "opd")
 BASELINE = "grpo"
-SEVERAL = "grpo-4"
-"""GRPO with as many optimizer steps of a batch as the variants take whose ratio must move."""
 STABLE = ("ppo", "grpo", "gspo")
 STABLE_STEPS = "rl.steps=50"
 STABLE_RATES = (3e-5, 1e-4, 3e-4, 1e-3)
@@ -48,15 +45,10 @@ TUNING_SEEDS = ("--first-seed", 100, "--seeds", 2)
 KEY = "rl.optimizer.learning_rate"
 
 
-def preset_of(arm: str) -> Preset:
-    """The preset of an arm, whose name may have a suffix after a hyphen."""
-    return PRESETS[arm.partition("-")[0]]
-
-
 def grid(name: str) -> tuple[float, ...]:
     """The rates tried: lower ones for a preset that takes several optimizer steps a batch."""
-    preset = preset_of(name)
-    several = name == SEVERAL or preset.epochs * preset.minibatches > 1
+    preset = PRESETS[name]
+    several = preset.epochs * preset.minibatches > 1
     return (1e-5, 3e-5, 1e-4, 3e-4) if several else (3e-5, 1e-4, 3e-4, 1e-3)
 
 
@@ -64,7 +56,7 @@ def recipe(
     task: str, name: str, rate: float | None = None, keys: Mapping[str, Any] = MappingProxyType({})
 ) -> dict[str, Any]:
     """The recipe of a preset on a task; `keys` are further ones of its stage."""
-    preset = preset_of(name)
+    preset = PRESETS[name]
     stage: dict[str, Any] = {"algorithm": {"preset": preset.name}, **keys}
     if rate is not None:
         stage["optimizer"] = {"learning_rate": rate}

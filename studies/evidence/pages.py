@@ -18,7 +18,17 @@ from keel.algorithms.presets import PRESETS
 from keel.analysis.plots import COLOURS, FAINT, drawing
 from keel.analysis.statistics import Array, Interval
 from studies.common import ROOT, courses, markdown, shown
-from studies.evidence import bias, distillation, gae, lengths, memory, ratios, replay, trained
+from studies.evidence import (
+    bias,
+    distillation,
+    gae,
+    lengths,
+    memory,
+    ratios,
+    replay,
+    trained,
+    variants,
+)
 from studies.evidence.algorithms import (
     BASELINE,
     COMPARED,
@@ -178,6 +188,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "savings": distillation.savings_table,
     "teachers": distillation.teachers_table,
     "trained": trained.table,
+    "variants": variants.table,
 }
 """The tables of docs/evidence, by name."""
 TABLE = re.compile(r"<!-- table (\w+) -->\n.*?<!-- end -->", re.DOTALL)

@@ -28,10 +28,10 @@ from keel.models.policy import (
     time_products,
 )
 from keel.models.reference import (
-    check_teacher,
+    check_teachers,
     critic_from_policy,
     load_critic,
-    load_teacher,
+    load_teachers,
     reference_for,
     value_head_for,
 )
@@ -394,7 +394,7 @@ def saved(folder: Path, **changes: object) -> TeacherModel:
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_log_probs_are_those_of_plain_transformers(tmp_path: Path, temperature: float) -> None:
     policy = tiny.policy()
-    teacher = load_teacher(saved(tmp_path), policy, tiny.spec(), CONTEXT)
+    [teacher] = load_teachers(saved(tmp_path), policy, tiny.spec(), CONTEXT)
     rows = [torch.tensor(row) for row in ROWS]
     packed = pack(rows, [torch.arange(1, len(row)) for row in rows])
     found = teacher.log_probs(packed, temperature)
@@ -415,7 +415,8 @@ def test_dtype_is_the_teachers_own(tmp_path: Path) -> None:
     choice = saved(tmp_path)
     half = choice.model_copy(update={"dtype": "bfloat16"})
     dtypes = [
-        load_teacher(one, tiny.policy(), tiny.spec(), CONTEXT).model.dtype for one in (choice, half)
+        load_teachers(one, tiny.policy(), tiny.spec(), CONTEXT)[0].model.dtype
+        for one in (choice, half)
     ]
     assert dtypes == [torch.float32, torch.bfloat16]
 
@@ -434,7 +435,7 @@ def test_unfit_teacher_is_refused_in_one_line(
     tmp_path: Path, changes: dict[str, object], words: str
 ) -> None:
     choice, policy = saved(tmp_path, **changes), tiny.policy()
-    for refuse in (check_teacher, load_teacher):
+    for refuse in (check_teachers, load_teachers):
         with pytest.raises(KeelError, match=re.escape(f"teacher.name = '{tmp_path}'")) as caught:
             refuse(choice, policy, tiny.spec(), CONTEXT)
         assert words in str(caught.value)
@@ -447,7 +448,7 @@ def test_teacher_may_know_more_tokens_and_read_longer_texts(tmp_path: Path) -> N
     tokens = policy.tokenizer.get_vocab().items()
     theirs = load_policy(Model(name=choice.name, device="cpu"), 0).tokenizer.get_vocab()
     assert all(theirs[token] == at for token, at in tokens)
-    load_teacher(choice, policy, tiny.spec(), CONTEXT)
+    load_teachers(choice, policy, tiny.spec(), CONTEXT)
 
 
 @pytest.mark.parametrize("name", ["./missing", "config-only"])
@@ -458,5 +459,5 @@ def test_teacher_that_does_not_load_is_named_by_its_key(tmp_path: Path, name: st
         (tmp_path / "tokenizer_config.json").unlink(missing_ok=True)
         name = str(tmp_path)
     with pytest.raises(KeelError, match=r"teacher\.name = ") as caught:
-        check_teacher(TeacherModel(name=name), tiny.policy(), tiny.spec(), CONTEXT)
+        check_teachers(TeacherModel(name=name), tiny.policy(), tiny.spec(), CONTEXT)
     assert "model.name" not in str(caught.value)
