@@ -197,7 +197,7 @@ MUTATIONS: tuple[Mutation, ...] = (
              "scoring(batch.taught or batch)", "scoring(batch)",
              ("tests/training/test_teacher_server.py",)),
     Mutation("one teacher for all tasks", "training/rl.py",
-             "choice.of_task(g.prompt.task)", "choice.of_task('')",
+             "choice.of_task(group.prompt.task)", "choice.of_task('')",
              ("tests/training/test_distillation.py",)),
     Mutation("one model of the server for all tasks", "learn/teacher_server.py",
              "names[at] for at in batch.teachers", "names[0] for at in batch.teachers",

@@ -173,7 +173,8 @@ def table() -> str:
     """Greedy accuracy at the end and the mean reward of all steps, each with its difference from
     the baseline, and the entropy."""
     rows = []
-    for name, one in EXPERIMENTS.items():
+    for name in (name for name in EXPERIMENTS if (MEASURED / f"{name}.csv").is_file()):
+        one = EXPERIMENTS[name]
         for task in one.tasks:
             arms = measured(name, task)
             base, *_ = arms.values()

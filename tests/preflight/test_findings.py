@@ -283,7 +283,6 @@ OBJECTIVES: list[tuple[dict[str, object], str | None]] = [
     ({"algorithm": "ppo_kl_penalty", "epochs": 1}, "ratio-stays-1"),
     ({"algorithm": {"preset": "grpo", "ratio": "sequence"}}, "ratio-stays-1"),
     ({"algorithm": {"preset": "grpo", "surrogate": {"kind": "cispo"}}}, "ratio-stays-1"),
-    ({"algorithm": "gigpo"}, "one-turn"),
     ({"algorithm": "gigpo", "rollout": {"max_turns": 2}}, None),
     # The old log-probs are of the weights as the step begins: only the correction sees the lag.
     (
@@ -309,7 +308,7 @@ OBJECTIVES: list[tuple[dict[str, object], str | None]] = [
             {"algorithm": name}
             | ({"teacher": TEACHER} if preset.algorithm.needs_teacher else {})
             | ({"demonstrations": SHOWN} if preset.algorithm.demonstrations else {}),
-            None,
+            "one-turn" if preset.algorithm.advantage.reads_turns else None,
         )
         for name, preset in PRESETS.items()
     ),
