@@ -31,7 +31,7 @@ _LOG_LINEAR = (
         r"\ell_{\mathrm{old},n}",
         r"\mathrm{sg}[\ell_n + \alpha_i (\ell_{\mathrm{engine},n} - \ell_n)]",
     ),
-    equation(r"\alpha_i", r"\frac{1}{d_i}, \quad 0 \text{ if } d_i = 0"),
+    equation(r"\alpha_i", r"\frac{1}{\max(d_i, 1)}"),
 )
 _MEAN = rf"\exp\left(\frac{{1}}{{L_i}} \cdot {_SUM}\right)"
 
@@ -72,7 +72,7 @@ class RatioKind:
         if setting.old_log_probs == "log_linear":
             text = (
                 rf"{self.text} $\ell_\mathrm{{old}}$ lies between the policy and the one that "
-                "sampled, by how many updates $d_i$ the latter is behind; at one it is "
+                "sampled, by how many updates $d_i$ the latter is behind; at one or none it is "
                 "the latter's."
             )
             return Description((*self.equations, *_LOG_LINEAR), text)

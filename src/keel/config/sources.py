@@ -423,7 +423,7 @@ class Rollout(FrozenModel):
     old_log_probs: OldLogProbs = "trainer"
     """Who computes log π_old; with `log_linear` (A-3PO) no pass does, but for terms of the whole
     batch: it lies between the policy and the engine, by how many updates the latter is behind; at
-    one (`async_level = 1`) it is the engine's, and corrections are 1."""
+    one or none it is the engine's, and corrections are 1."""
     engine: str = "native"
     """`native`, `vllm` ([how to](howto/vllm.md)), `stored` (what another run sampled), or
     `module:function` of a function that returns an engine (see [extending](extending.md))."""

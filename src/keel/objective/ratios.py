@@ -5,7 +5,6 @@ They have one signature; `exponential` makes a ratio of them. Nothing is clamped
 
 from __future__ import annotations
 
-import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -32,15 +31,14 @@ def log_linear(
 ) -> Float[Tensor, " N"]:
     """The log-probability of a proximal policy between the policy and the one that sampled.
 
-        ℓ_old,n = sg[ℓ_n + α_n (ℓ_engine,n − ℓ_n)],  α_n = 1/d_n; 0 where d_n = 0
+        ℓ_old,n = sg[ℓ_n + α_n (ℓ_engine,n − ℓ_n)],  α_n = 1 / max(d_n, 1)
 
     `lag_N` is d, by how many updates the weights that sampled are behind.
 
-    Source: A-3PO, arXiv:2512.06547.
+    Source: A-3PO, arXiv:2512.06547, with AReaL's α where d = 0.
     """
-    alpha_N = torch.where(lag_N > 0, 1 / lag_N.clamp(min=1), 0.0)
     now_N = log_prob_N.detach()
-    return now_N.lerp(engine_log_prob_N.to(now_N), alpha_N.to(now_N))
+    return now_N.lerp(engine_log_prob_N.to(now_N), 1 / lag_N.clamp(min=1))
 
 
 def none(
