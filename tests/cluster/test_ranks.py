@@ -51,7 +51,7 @@ def updated(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "case", ["gspo", "ppo+lora", "kl_cov", "real", "online_dpo", "gkd", "gigpo", EXACT]
+    "case", ["gspo", "ppo+lora", "kl_cov", "real", "online_dpo", "gkd", "opd", "gigpo", EXACT]
 )
 def test_ranks_equal_one_process(tmp_path: Path, case: str) -> None:
     """Losses, norms of gradients and weights after ten steps of two updates, on ragged batches."""

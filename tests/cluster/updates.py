@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -93,15 +94,18 @@ def built(
     model = Model(build=build, lora=adapter, device=device, autocast=autocast, dtype=dtype)
     policy = load_policy(model, seed=0)
     reference = reference_for(policy)
-    expert = load_policy(model, seed=1)
-    for weight in expert.parameters():
-        weight.data *= 2.0  # more certain than the policy
-    teacher = FrozenPolicy(expert.model.eval(), False, expert.tokens)
+    teachers = []
+    for seed in (1, 2) if name == "opd" else (1,):
+        expert = load_policy(model, seed)
+        for weight in expert.parameters():
+            weight.data *= 2.0  # more certain than the policy
+        teachers.append(FrozenPolicy(expert.model.eval(), False, expert.tokens))
     critic = None if algorithm.value is None else critic_from_policy(policy)
     if ranks.count > 1:
         mesh = init_device_mesh(device, (ranks.count,))
         shard(policy.model, mesh)
-        shard(teacher.model, mesh)
+        for teacher in teachers:
+            shard(teacher.model, mesh)
         if not lora:
             shard(reference.model, mesh)
         if critic is not None:
@@ -113,7 +117,7 @@ def built(
         optimizer=WeightOptimizer(trainable(policy), choice),
         budget=TokenBudget(TOKENS),
         reference=reference,
-        teachers=[teacher] if algorithm.needs_teacher else [],
+        teachers=teachers if algorithm.needs_teacher else [],
         critic=critic,
         value_optimizer=None if critic is None else WeightOptimizer(trainable(critic), choice),
         ranks=ranks,
@@ -137,6 +141,8 @@ def parts_of(learner: Learner, name: str, number: int) -> list[Minibatch]:
     algorithm = algorithm_of(name)
     groups, results = sampled(number)
     batch = from_groups(groups, learner.policy.device, replies=name == EXACT)
+    if len(learner.teachers) > 1:
+        batch = replace(batch, teachers=tuple(group % 2 for group in batch.groups))
     batch = learner.score(batch, old=True, reference=True)
     estimates = estimate(algorithm, batch, outcome(groups, results, None), 0.05)
     return minibatches(
