@@ -80,7 +80,7 @@ EXPERIMENTS: Mapping[str, Experiment] = {
     ),
     "states": Experiment(
         "walks through shared rooms",
-        {name: {"algorithm": {"preset": name, **WALK}} for name in ("grpo", "mt_grpo", "gigpo")},
+        {name: {"algorithm": {"preset": name, **WALK}} for name in ("grpo", "gigpo")},
         tasks=("corridor",),
     ),
     "teacher": Experiment(
