@@ -1,8 +1,8 @@
 """Variants of 2025 and 2026 over ten seeds, each against a baseline where its idea has something
 to do.
 
-All arms of an experiment have one learning rate, at which no arm had failed on the seeds 100 and
-101 (of 1e-5 to 1e-3), and, but for LUSPO, the weights of a mean over tokens. Runs have 60 steps.
+All arms of an experiment have one learning rate, not tuned for each, and, but for LUSPO, the
+weights of a mean over tokens. Runs have 60 steps.
 """
 
 from __future__ import annotations

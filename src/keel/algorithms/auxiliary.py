@@ -160,7 +160,7 @@ class DemonstrationNLL(AuxiliaryTerm):
             text += rf" $\kappa$ goes to {end}."
         share = equation(r"\kappa", number(self.coefficient))
         if self.weighting == "teacher":
-            text += r" $T_m$ is the divergence to the teacher, as of a completion's tokens."
+            text += r" $T_m$ is the divergence to the teacher, with the coefficient of its term."
             return _added(r"(-\kappa \cdot \frac{1}{M} \cdot \sum_m T_m)", share, text)
         return _added(rf"\kappa \cdot \frac{{1}}{{M}} \cdot \sum_m {weight}\ell_m", share, text)
 
